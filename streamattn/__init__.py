@@ -1,0 +1,31 @@
+"""StreamAttn: a drop-in attention layer for PyTorch on one fused kernel family.
+
+`attention` is the function, `StreamMultiHeadAttention` the module, `patch_model` the one-liner that rewires a whole
+model. Importing the package initialises no CUDA and imports neither transformers nor Triton.
+"""
+
+from typing import TYPE_CHECKING
+
+from streamattn.functional import attention, flash_attention
+from streamattn.module import StreamMultiHeadAttention
+
+if TYPE_CHECKING:
+    from patches import patch_model, patch_report, unpatch_model
+
+__version__ = "0.1.0"
+__all__ = [
+    "StreamMultiHeadAttention",
+    "attention",
+    "flash_attention",
+    "patch_model",
+    "patch_report",
+    "unpatch_model",
+]
+
+
+def __getattr__(name: str):
+    if name in ("patch_model", "patch_report", "unpatch_model"):
+        import patches
+
+        return getattr(patches, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

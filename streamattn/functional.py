@@ -1,0 +1,344 @@
+"""The attention function: the only place where defaults are resolved and arguments are validated.
+
+`attention` takes SDPA's layout and FlashAttention's features; see its docstring for the contract. `flash_attention` is
+the same on the matrices of a single head. Left out on purpose: any numerical work, which is `streamattn.ops`'.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from streamattn import ops  # noqa: F401  registers torch.ops.streamattn
+from streamattn.dispatch import BACKEND_NAMES
+from streamattn.pattern import UNBOUNDED
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FULL_LAYOUT = "[B, Hq, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv]"
+SegmentIds = Tensor | tuple[Tensor, Tensor]
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(f"{name} is a nested tensor; pack the sequences and pass segment_ids instead")
+        if x.dtype not in _FLOATING:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.to(...)"
+            )
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}; move {name}"
+            )
+    if not (2 <= q.dim() <= 4 and q.dim() == k.dim() == v.dim()):
+        raise ValueError(
+            f"q, k, v must all be 4-D ({_FULL_LAYOUT}), 3-D without B or 2-D without B and H, got {_shapes(q, k, v)}"
+        )
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"q and k must share a positive head_dim, got {_shapes(q, k, v)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must agree but for head_dim, got {_shapes(q, k, v)}")
+    if q.dim() == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}")
+    if q.dim() >= 3 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0):
+        raise ValueError(
+            f"the heads of q must be a multiple of the heads of k and v, got {q.shape[-3]} and {k.shape[-3]}: {_shapes(q, k, v)}"
+        )
+
+
+def _check_no_tangent(*tensors: Tensor | None) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "attention has no forward-mode derivative; use reverse mode (backward, grad, vjp)"
+            )
+
+
+def _resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """Widths (left, right) to each side, `UNBOUNDED` where open."""
+    if window_size is None:
+        return UNBOUNDED, 0 if causal else UNBOUNDED
+    remedy = "pass a positive int W (W visible keys, the query's own included) or a pair (left, right), -1 = unbounded"
+    if isinstance(window_size, bool) or not isinstance(window_size, (int, tuple, list)):
+        raise TypeError(f"window_size must be an int or a pair of ints, got {window_size!r}; {remedy}")
+    if isinstance(window_size, (tuple, list)):
+        if len(window_size) != 2:
+            raise ValueError(f"window_size must have two entries, got {window_size!r}; {remedy}")
+        if not all(isinstance(side, int) and not isinstance(side, bool) for side in window_size):
+            raise TypeError(f"window_size entries must be ints, got {window_size!r}; {remedy}")
+        left, right = window_size
+        if left < -1 or right < -1:
+            raise ValueError(f"window_size entries must be -1 or more, got {window_size!r}; {remedy}")
+    else:
+        if window_size <= 0:
+            raise ValueError(f"window_size must be positive, got {window_size!r}; {remedy}")
+        left, right = window_size - 1, 0
+    left = UNBOUNDED if left == -1 else min(left, UNBOUNDED)
+    right = UNBOUNDED if right == -1 else min(right, UNBOUNDED)
+    return left, 0 if causal else right
+
+
+def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
+    """The mask as 4-D, each dimension full or 1; ``q``, ``k`` 4-D, ``rank`` that of the caller's q."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in _FLOATING:
+        raise TypeError(
+            f"attn_mask must be bool (True = visible) or floating (added to the scores), got {attn_mask.dtype}; "
+            "convert an integer mask with mask.bool()"
+        )
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}; move it")
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    given = tuple(attn_mask.shape)
+    wanted = full[4 - rank :]
+    padded = (1,) * (4 - len(given)) + given
+    if len(given) > rank or any(size not in (1, target) for size, target in zip(padded, full, strict=True)):
+        raise ValueError(f"attn_mask must broadcast to {list(wanted)}, got {list(given)}")
+    return attn_mask.reshape(padded) if attn_mask.dim() < 4 else attn_mask
+
+
+def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    if isinstance(segment_ids, Tensor):
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"one segment_ids tensor needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+                "pass a pair (q_segment_ids, kv_segment_ids)"
+            )
+        segment_ids = (segment_ids, segment_ids)
+    if not (isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2):
+        raise TypeError("segment_ids must be an int32 tensor or a pair (q_segment_ids, kv_segment_ids)")
+    resolved = []
+    for name, ids, x in zip(("q", "kv"), segment_ids, (q, k), strict=True):
+        wanted = [x.shape[0], x.shape[2]] if rank == 4 else [x.shape[2]]
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int32:
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(
+                f"{name} segment_ids must be an int32 tensor, got {got}; convert with ids.to(torch.int32)"
+            )
+        if list(ids.shape) != wanted:
+            raise ValueError(f"{name} segment_ids must have shape {wanted}, got {list(ids.shape)}")
+        if ids.device != x.device:
+            raise ValueError(f"{name} segment_ids must be on {x.device}, got {ids.device}; move it")
+        resolved.append(ids if rank == 4 else ids.unsqueeze(0))
+    return resolved[0], resolved[1]
+
+
+def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
+    if not isinstance(kv_lengths, Tensor) or kv_lengths.dtype not in (torch.int32, torch.int64):
+        got = kv_lengths.dtype if isinstance(kv_lengths, Tensor) else type(kv_lengths).__name__
+        raise TypeError(f"kv_lengths must be an int32 or int64 tensor, got {got}")
+    wanted = [k.shape[0]] if rank == 4 else []
+    if list(kv_lengths.shape) != wanted:
+        raise ValueError(
+            f"kv_lengths must have shape {wanted}, one length per sequence, got {list(kv_lengths.shape)}"
+        )
+    if kv_lengths.device.type == "cpu" and type(kv_lengths) is Tensor and not torch.compiler.is_compiling():
+        beyond = (kv_lengths < 0) | (kv_lengths > k.shape[2])
+        if bool(beyond.any()):
+            raise ValueError(
+                f"kv_lengths must lie in [0, Tk = {k.shape[2]}], got {kv_lengths.tolist()}; pass the fill level of the cache"
+            )
+    return kv_lengths.reshape(k.shape[0]).to(k.device, non_blocking=True)
+
+
+def _number(name: str, value: float, low: float, high: float, expected: str) -> float:
+    if isinstance(value, (bool, str, Tensor)):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    value = float(value)
+    if not low <= value < high or value == -math.inf:
+        raise ValueError(f"{name} must be {expected}, got {value}")
+    return value
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: int | tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    attn_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    kv_lengths: Tensor | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: int | tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    attn_mask: Tensor | None = ...,
+    segment_ids: SegmentIds | None = ...,
+    kv_lengths: Tensor | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    segment_ids: SegmentIds | None = None,
+    kv_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention ``softmax(softcap(scale * q @ k^T) + mask) @ v``, fused and exact.
+
+    With ``L = kv_lengths[b]`` or Tk, query ``i`` stands at ``p = i + L - Tq`` (bottom-right alignment) and sees key
+    ``j`` iff ``j < L`` and every condition given below holds. A query that sees nothing gives ``out = 0``,
+    ``lse = -inf`` and zero gradients. The last dimension of q, k, v must have stride 1; other layouts of it cost one
+    copy, all other strides are read in place.
+
+    Args:
+        q: [B, Hq, Tq, D], or [Hq, Tq, D], or [Tq, D] (one head); float16, bfloat16, float32 or float64.
+        k: [B, Hkv, Tk, D] likewise; Hq is a multiple of Hkv, head h of q uses head ``h // (Hq / Hkv)``.
+        v: [B, Hkv, Tk, Dv] likewise.
+        causal: key ``j`` is visible only if ``j <= p``. Default False.
+        window_size: W keys up to and including the query's own (``p - W < j <= p``), or a pair (left, right):
+            ``p - left <= j <= p + right``, -1 = unbounded. Default None: no window.
+        scale: factor of the scores. Default ``1 / sqrt(D)``.
+        attn_mask: broadcastable to [B, Hq, Tq, Tk] (without the leading dimensions that q lacks). bool: True =
+            visible. Floating: added to the scores in float32, after the softcap; an entry at or below half of its
+            dtype's minimum hides the key. Differentiable; its gradient has its own shape.
+        segment_ids: int32 [B, T] ([T] for 2-D and 3-D inputs), or a pair (q, kv): only equal, non-negative
+            segments see each other; a negative one is padding.
+        kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are filled, its
+            last Tq being the queries' own. Values are clamped to [0, Tk]; on the CPU others raise.
+        softcap: ``softcap * tanh(score / softcap)`` is used for each score. Default None: off; 0 is off too.
+        dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn from
+            torch's generator of q's device. Default 0.
+        return_lse: also return ``lse``. Default False.
+        deterministic: same inputs, same bits. Default None: as ``torch.are_deterministic_algorithms_enabled()``.
+            Every backend is deterministic, forward and backward, whatever is asked.
+        backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention) or ``triton``.
+
+    Returns:
+        ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that
+        ``out.transpose(1, 2).reshape(B, Tq, Hq * Dv)`` is a view; with ``return_lse`` the pair ``(out, lse)``, ``lse``
+        [B, Hq, Tq] float32 (float64 for float64 inputs): the natural logarithm of the sum of exponentials of all
+        visible scores, before dropout. Both are differentiable, once.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value, or an explicit backend that can't serve the call.
+        NotImplementedError: an input carries a forward-mode tangent.
+    """
+    _check_qkv(q, k, v)
+    if backend not in BACKEND_NAMES:
+        raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    _check_no_tangent(q, k, v, attn_mask)
+    rank = q.dim()
+    for _ in range(4 - rank):
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+
+    window_left, window_right = _resolve_window(window_size, causal)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        scale = _number("scale", scale, -math.inf, math.inf, "finite")
+    softcap = (
+        0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf, "positive and finite, or None")
+    )
+    dropout_p = _number("dropout_p", dropout_p, 0.0, 1.0, "in [0, 1)")
+    if attn_mask is not None:
+        attn_mask = _resolve_mask(attn_mask, q, k, rank)
+    q_segments, kv_segments = None, None
+    if segment_ids is not None:
+        q_segments, kv_segments = _resolve_segments(segment_ids, q, k, rank)
+    if kv_lengths is not None:
+        kv_lengths = _resolve_lengths(kv_lengths, k, rank)
+    seed = None
+    if dropout_p > 0.0:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+
+    out, lse = torch.ops.streamattn.attention_forward(
+        q,
+        k,
+        v,
+        attn_mask,
+        q_segments,
+        kv_segments,
+        kv_lengths,
+        seed,
+        scale,
+        window_left,
+        window_right,
+        softcap,
+        dropout_p,
+        backend,
+    )
+    for _ in range(4 - rank):
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """`attention` of a single head on plain matrices.
+
+    Args:
+        q: [Tq, D].
+        k: [Tk, D].
+        v: [Tk, Dv].
+        causal: bottom-right aligned causal mask. Default False.
+        scale: factor of the scores. Default ``1 / sqrt(D)``.
+
+    Returns:
+        [Tq, Dv] in q's dtype.
+
+    Raises:
+        ValueError: an input is not a matrix, or as `attention`.
+        TypeError: as `attention`.
+    """
+    if not q.dim() == k.dim() == v.dim() == 2:
+        raise ValueError(
+            f"q, k, v must be [Tq, D], [Tk, D], [Tk, Dv], got {_shapes(q, k, v)}; use attention for heads"
+        )
+    return attention(q, k, v, causal=causal, scale=scale)

@@ -1,0 +1,167 @@
+"""PyTorch's fused CPU attention behind this package's contract: the backend ``sdpa``.
+
+Shapes and arguments as in `streamattn.reference`. The fused kernel knows full and square causal attention, a dense
+additive mask, grouped heads, and returns ``lse``; every other pattern is served by walking `BLOCK_M` queries at a time
+against the keys they can see, with the mask of that strip, so memory stays linear in the sequence. Left out on purpose,
+because the fused kernel lacks it: softcap, dropout, Dv != D (see `streamattn.dispatch`); gradients of ``lse`` and of the
+mask are the reference's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from streamattn.pattern import UNBOUNDED, kv_span, visible
+
+BLOCK_M = 256
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _is_plain(
+    q: Tensor, k: Tensor, masks: tuple[Tensor | None, ...], window_left: int, window_right: int
+) -> bool:
+    """Whether one call of the fused kernel with or without its own causal flag is enough."""
+    if any(mask is not None for mask in masks) or window_left < UNBOUNDED:
+        return False
+    return window_right == UNBOUNDED or (window_right == 0 and q.shape[2] == k.shape[2])
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    """``x`` [B, H, T, D] stored [B, T, H, D], whatever layout the fused kernel took from its inputs."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _strips(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    window_left: int,
+    window_right: int,
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yields (rows, keys, seen, bias): ``seen`` bool and ``bias`` additive, both broadcastable to [B, Hq, m, n]."""
+    q_len, kv_len = q.shape[2], k.shape[2]
+    lengths: int | Tensor = kv_len if kv_lengths is None else kv_lengths.clamp(0, kv_len).view(-1, 1, 1, 1)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for m0 in range(0, q_len, BLOCK_M):
+        m1 = min(m0 + BLOCK_M, q_len)
+        n0, n1 = kv_span(m0, m1 - 1, q_len, kv_len, window_left, window_right)
+        if kv_lengths is not None:
+            n0 = 0  # a shorter row stands further left
+        n1 = max(n1, n0 + 1) if n0 < kv_len else n0
+        if n0 >= n1:
+            n0, n1 = 0, 1  # no row of the strip sees a key: one masked key keeps the shapes legal
+        i = torch.arange(m0, m1).view(1, 1, -1, 1)
+        j = torch.arange(n0, n1).view(1, 1, 1, -1)
+        seen = visible(i, j, q_len, lengths, window_left, window_right)
+        if q_segments is not None and kv_segments is not None:
+            own, theirs = q_segments[:, None, m0:m1, None], kv_segments[:, None, None, n0:n1]
+            seen = seen & (own == theirs) & (own >= 0)
+        extra = None
+        if attn_mask is not None:
+            extra = attn_mask[:, :, m0:m1] if attn_mask.shape[2] > 1 else attn_mask
+            extra = extra[..., n0:n1] if extra.shape[3] > 1 else extra
+            seen = seen & (extra if extra.dtype == torch.bool else extra > torch.finfo(extra.dtype).min / 2)
+        bias = torch.zeros(seen.shape, dtype=dtype)
+        if extra is not None and extra.dtype != torch.bool:
+            bias = bias + extra.to(dtype)
+        yield slice(m0, m1), slice(n0, n1), seen, bias.masked_fill(~seen, -math.inf)
+
+
+def _seen_only(x: Tensor, seen: Tensor) -> Tensor:
+    """``x`` [B, Hkv, n, D] with the keys that no query of the strip sees set to 0: their NaN reaches nothing."""
+    some = seen.any(dim=2)  # [b, h, n]
+    if some.shape[1] > 1:
+        some = some.unflatten(1, (x.shape[1], -1)).any(dim=2)
+    return torch.where(some.unsqueeze(-1), x, 0.0) if not bool(some.all()) else x
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """``out`` [B, Hq, Tq, D] stored [B, Tq, Hq, D], and ``lse`` [B, Hq, Tq] float32 (float64 for float64 inputs)."""
+    assert softcap == 0.0 and dropout_p == 0.0 and seed is None
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths)
+    if _is_plain(q, k, masks, window_left, window_right):
+        out, lse = _flash(q, k, v, 0.0, window_right == 0, scale=scale)
+        return _heads_last(out), lse.contiguous()
+    batch, num_heads, q_len, head_dim = q.shape
+    out = q.new_empty((batch, q_len, num_heads, head_dim)).transpose(1, 2)
+    lse = q.new_empty(
+        (batch, num_heads, q_len), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+    )
+    for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
+        k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
+        out_strip, lse_strip = _flash(
+            q[:, :, rows], k_strip, v_strip, 0.0, False, attn_mask=bias, scale=scale
+        )
+        nothing = ~seen.any(dim=3)
+        out[:, :, rows] = out_strip.masked_fill(nothing.unsqueeze(-1), 0.0)
+        lse[:, :, rows] = lse_strip.masked_fill(nothing, -math.inf)
+    return out, lse
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of `attention_forward` in the inputs' dtype, stored [B, T, H, D]."""
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths)
+    if _is_plain(q, k, masks, window_left, window_right):
+        dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, window_right == 0, scale=scale)
+        return _heads_last(dq), _heads_last(dk), _heads_last(dv)
+    dq = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+    # strips add to dk and dv: sums in half precision would round at every strip
+    dk, dv = (torch.zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
+    for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
+        k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
+        nothing = ~seen.any(dim=3)
+        q_strip, dout_strip = (x[:, :, rows].masked_fill(nothing.unsqueeze(-1), 0.0) for x in (q, dout))
+        lse_strip = lse[:, :, rows].masked_fill(nothing, 0.0)
+        dq_strip, dk_strip, dv_strip = _flash_backward(
+            dout_strip,
+            q_strip,
+            k_strip,
+            v_strip,
+            out[:, :, rows],
+            lse_strip,
+            0.0,
+            False,
+            attn_mask=bias,
+            scale=scale,
+        )
+        dq[:, :, rows] = dq_strip
+        dk[:, :, keys] += dk_strip
+        dv[:, :, keys] += dv_strip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

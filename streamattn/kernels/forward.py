@@ -1,0 +1,269 @@
+"""Attention forward in portable Triton: NVIDIA GPUs from compute capability 8.0 on, and Triton's interpreter.
+
+One program serves BLOCK_M queries of one (batch, head), walks the tiles of keys that they can see, and keeps the online
+softmax's maximum, denominator and accumulator in registers (see `streamattn.reference` for the algorithm). Tiles that
+every query sees whole skip the visibility test. q, k, v [B, H, T, D] with any strides but a unit last one; ``out`` is
+stored [B, Tq, Hq, Dv]; ``lse`` [B, Hq, Tq] float32. Left out on purpose: float64, head_dim above 256, empty tensors (the
+dispatcher never sends them).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from streamattn.kernels.launch import UNSPECIALIZED, architecture_of, device_guard, score_arguments, strides
+from streamattn.kernels.primitives import (
+    LN2,
+    LOG2E,
+    keep_tile,
+    kv_span,
+    kv_span_full,
+    load_rows,
+    online_softmax_update,
+    segment_range,
+    segment_span,
+    store_rows,
+    tanh,
+    visible,
+)
+from streamattn.kernels.tiles import choose_tile
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    mask_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
+    kv_lengths_ptr,
+    seed_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_t,
+    stride_k_b,
+    stride_k_h,
+    stride_k_t,
+    stride_v_b,
+    stride_v_h,
+    stride_v_t,
+    stride_out_b,
+    stride_out_h,
+    stride_out_t,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_q_segments_b,
+    stride_q_segments_t,
+    stride_kv_segments_b,
+    stride_kv_segments_t,
+    batch,
+    num_heads,
+    group,
+    q_len,
+    kv_len,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    hidden_below,
+    drop_threshold,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    MASK_KIND: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FOLD_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if HAS_RIGHT:
+        # late tiles see most keys: start them first, those of all heads side by side
+        heads = batch * num_heads
+        tile_m = tl.num_programs(0) // heads - 1 - pid // heads
+        b, h = (pid % heads) // num_heads, pid % num_heads
+    else:
+        # tiles of one head side by side share its keys in the cache
+        num_tiles = tl.num_programs(0) // (batch * num_heads)
+        tile_m = pid % num_tiles
+        b, h = pid // num_tiles // num_heads, pid // num_tiles % num_heads
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    q_ptr += b64 * stride_q_b + h64 * stride_q_h
+    k_ptr += b64 * stride_k_b + (h64 // group) * stride_k_h
+    v_ptr += b64 * stride_v_b + (h64 // group) * stride_v_h
+    out_ptr += b64 * stride_out_b + h64 * stride_out_h
+    lse_ptr += (b64 * num_heads + h64) * q_len
+
+    i_first = tile_m * BLOCK_M
+    rows = i_first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    row_mask = rows < q_len
+    cols_d = tl.arange(0, BLOCK_D)
+    cols_dv = tl.arange(0, BLOCK_DV)
+    q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
+
+    length = kv_len
+    if HAS_LENGTHS:
+        length = min(max(tl.load(kv_lengths_ptr + b).to(tl.int32), 0), kv_len)
+    left = window_left if HAS_LEFT else 1073741824
+    right = window_right if HAS_RIGHT else 1073741824
+    i_last = min(i_first + BLOCK_M, q_len) - 1
+    start, stop = kv_span(i_first, i_last, q_len, length, left, right)
+    own = rows
+    if HAS_SEGMENTS:
+        own = tl.load(
+            q_segments_ptr + b64 * stride_q_segments_b + rows.to(tl.int64) * stride_q_segments_t,
+            mask=row_mask,
+            other=-1,
+        )
+        kv_segments_ptr += b64 * stride_kv_segments_b
+        low, high = segment_range(own)
+        start, stop = segment_span(kv_segments_ptr, stride_kv_segments_t, low, high, start, stop, SCAN)
+    start = start // BLOCK_N * BLOCK_N
+
+    # [start, left_end) and [full_end, stop) need the visibility test, [left_end, full_end) is seen by every query
+    if MASK_KIND == 0 and not HAS_SEGMENTS:
+        full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
+        left_end = start
+        if HAS_LEFT:
+            left_end = max(start, min(tl.cdiv(full_start, BLOCK_N) * BLOCK_N, stop))
+        full_end = max(left_end, full_stop // BLOCK_N * BLOCK_N)
+    else:
+        left_end = start
+        full_end = start
+    first_seen = max(length - q_len - left, 0)  # keys before it are seen by no query at all
+
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+    else:
+        seed = 0
+    head = b * num_heads + h
+    score_scale = scale * LOG2E if FOLD_SCALE else 1.0
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    for phase in tl.static_range(0, 3):
+        TESTED: tl.constexpr = phase != 1
+        if phase == 0:
+            begin, end = start, left_end
+        elif phase == 1:
+            begin, end = left_end, full_end
+        else:
+            begin, end = full_end, stop
+        if (
+            (phase == 0 and HAS_LEFT and MASK_KIND == 0 and not HAS_SEGMENTS)
+            or (phase == 1 and MASK_KIND == 0 and not HAS_SEGMENTS)
+            or phase == 2
+        ):
+            for n_start in range(begin, end, BLOCK_N):
+                keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                key_mask = (keys >= first_seen) & (keys < length)
+                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, not TESTED)
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+                if not FOLD_SCALE:
+                    s *= scale
+                    if HAS_SOFTCAP:
+                        s = softcap * tanh(s / softcap)
+                if TESTED:
+                    seen = visible(rows[:, None], keys[None, :], q_len, length, left, right)
+                    if HAS_SEGMENTS:
+                        theirs = tl.load(
+                            kv_segments_ptr + keys.to(tl.int64) * stride_kv_segments_t,
+                            mask=key_mask,
+                            other=-1,
+                        )
+                        seen = seen & (own[:, None] == theirs[None, :]) & (own[:, None] >= 0)
+                    if MASK_KIND > 0:
+                        mask_ptrs = (
+                            mask_ptr
+                            + (b64 * stride_mask_b + h64 * stride_mask_h)
+                            + rows.to(tl.int64)[:, None] * stride_mask_m
+                            + keys.to(tl.int64)[None, :] * stride_mask_n
+                        )
+                        entry = tl.load(mask_ptrs, mask=row_mask[:, None] & key_mask[None, :], other=0)
+                        if MASK_KIND == 1:
+                            seen = seen & (entry != 0)
+                        else:
+                            seen = seen & (entry > hidden_below)
+                            s += entry.to(tl.float32)
+                if not FOLD_SCALE:
+                    s *= LOG2E
+                if TESTED:
+                    s = tl.where(seen, s, float("-inf"))
+                p, rescale, m, l = online_softmax_update(s, m, l, score_scale, TESTED)
+                if HAS_DROPOUT:
+                    p = tl.where(
+                        keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0
+                    )
+                v = load_rows(v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, not TESTED)
+                if TESTED and (MASK_KIND > 0 or HAS_SEGMENTS):
+                    v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+                acc = acc * rescale[:, None]
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    denominator = tl.where(l == 0.0, 1.0, l)
+    if HAS_DROPOUT:
+        denominator *= 1.0 - drop_threshold / 256.0
+    store_rows(out_ptr, acc / denominator[:, None], rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V)
+    tl.store(lse_ptr + rows, (m + tl.log2(l)) * LN2, mask=row_mask)
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``; arguments as in `streamattn.ops`."""
+    batch, num_heads, q_len, head_dim = q.shape
+    head_dim_v = v.shape[-1]
+    tile = choose_tile("forward", architecture_of(q), max(head_dim, head_dim_v), q.element_size())
+    out = q.new_empty((batch, q_len, num_heads, head_dim_v)).transpose(1, 2)
+    lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
+    grid = (triton.cdiv(q_len, tile.BLOCK_M) * batch * num_heads,)
+    with device_guard(q):
+        attention_fwd_kernel[grid](
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            out_ptr=out,
+            lse_ptr=lse,
+            **strides("q", q),
+            **strides("k", k),
+            **strides("v", v),
+            **strides("out", out),
+            **score_arguments(q, k, v, *masks, scale, window_left, window_right, softcap, dropout_p),
+            batch=batch,
+            BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
+            SCAN=1024,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out, lse

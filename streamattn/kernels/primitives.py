@@ -1,0 +1,138 @@
+"""Jitted steps that the kernels share, with the names of the mathematics.
+
+The visibility rule and its spans are the very functions of `streamattn.pattern`, jitted. Scores are kept in base 2:
+``exp(x) = exp2(x * LOG2E)``, one instruction on the GPU.
+"""
+
+import types
+
+import triton
+import triton.language as tl
+
+from streamattn import pattern
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+PHILOX_ROUNDS = tl.constexpr(7)
+
+
+def _jit(rule):
+    # the interpreter wants triton.language among a function's globals; pattern.py knows no Triton
+    return triton.jit(types.FunctionType(rule.__code__, {"tl": tl, "min": min, "max": max}, rule.__name__))
+
+
+visible = _jit(pattern.visible)
+kv_span = _jit(pattern.kv_span)
+kv_span_full = _jit(pattern.kv_span_full)
+q_span = _jit(pattern.q_span)
+q_span_full = _jit(pattern.q_span_full)
+
+
+@triton.jit
+def load_rows(
+    ptr,
+    rows,
+    cols,
+    stride_row,
+    row_mask,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+):
+    """[rows, BLOCK_D] of a matrix with unit column stride; rows outside row_mask and columns past HEAD_DIM are 0."""
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    if ALL_ROWS:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(ptrs)
+        return tl.load(ptrs, mask=cols[None, :] < HEAD_DIM, other=0.0)
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
+    return tl.load(ptrs, mask=row_mask[:, None] & (cols[None, :] < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constexpr):
+    """The counterpart of load_rows."""
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 accuracy: (1 - e) / (1 + e) with e = exp(-2 |x|), a polynomial where that would cancel."""
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    square = x * x
+    # x - x^3/3 + 2 x^5/15 - 17 x^7/315 + 62 x^9/2835: relative error below 1e-8 for |x| < 0.25
+    series = 0.021869488536155203 * square - 0.05396825396825397
+    series = series * square + 0.13333333333333333
+    series = series * square - 0.3333333333333333
+    small = x + x * square * series
+    return tl.where(size < 0.25, small, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def online_softmax_update(s, m, l, score_scale, GUARD: tl.constexpr):
+    """One tile of the online softmax in base 2.
+
+    s [M, N] scores to be multiplied by score_scale > 0; m [M] running maximum and l [M] running denominator of the
+    scaled scores. GUARD where a row may have seen nothing yet (its maximum stays -inf).
+    Returns (p [M, N], rescale [M], m, l).
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * score_scale)
+    base = m_new
+    if GUARD:
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * score_scale - base[:, None])
+    rescale = tl.exp2(m - base)
+    return p, rescale, m_new, l * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Dropout's bool [BLOCK_M, BLOCK_N], True = kept, for queries `rows` and keys n_start.. (a multiple of BLOCK_N).
+
+    The mapping is that of `streamattn.reference.keep_mask`: Philox counters (row, call, head, 0); within 64 keys call c
+    of 0..3 serves keys 8 t + 2 c + e by its byte 2 t + e, which is byte 2 (t % 2) + e of word t / 2.
+    """
+    CALLS: tl.constexpr = 4 * ((BLOCK_N + 63) // 64)
+    calls = (n_start // 64) * 4 + tl.arange(0, CALLS)
+    c0 = tl.broadcast_to(rows[:, None], [BLOCK_M, CALLS])
+    c1 = tl.broadcast_to(calls[None, :], [BLOCK_M, CALLS])
+    c2 = tl.zeros([BLOCK_M, CALLS], tl.int32) + head
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, tl.zeros([BLOCK_M, CALLS], tl.int32), n_rounds=PHILOX_ROUNDS)
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+    if BLOCK_N >= 64:
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, CALLS, 2, 2], word 2 x + y at [x, y]
+        octets = (tl.reshape(words, [BLOCK_M, CALLS, 4, 1]) >> shifts[None, None, None, :]) & 255
+        octets = tl.reshape(octets, [BLOCK_M, BLOCK_N // 64, 4, 8, 2])  # [M, block, c, t, e]
+        octets = tl.permute(octets, [0, 1, 3, 2, 4])
+    else:
+        tl.static_assert(BLOCK_N == 32)
+        upper = (n_start // 32) % 2 == 1
+        words = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))  # [M, 4, 2]
+        octets = (tl.reshape(words, [BLOCK_M, 4, 2, 1]) >> shifts[None, None, None, :]) & 255
+        octets = tl.reshape(octets, [BLOCK_M, 4, 4, 2])  # [M, c, t, e]
+        octets = tl.permute(octets, [0, 2, 1, 3])
+    return tl.reshape(octets, [BLOCK_M, BLOCK_N]).to(tl.int32) >= drop_threshold
+
+
+@triton.jit
+def segment_span(segments_ptr, stride, low, high, start, stop, SCAN: tl.constexpr):
+    """Narrows [start, stop) to the positions whose segment lies in low..high; empty where none does."""
+    first = stop
+    last = start
+    for chunk in range(start, stop, SCAN):
+        at = chunk + tl.arange(0, SCAN)
+        ids = tl.load(segments_ptr + at.to(tl.int64) * stride, mask=at < stop, other=-1)
+        hit = (ids >= 0) & (ids >= low) & (ids <= high)
+        first = min(first, tl.min(tl.where(hit, at, stop)))
+        last = max(last, tl.max(tl.where(hit, at + 1, start)))
+    return first, last
+
+
+@triton.jit
+def segment_range(ids):
+    """Least and greatest valid (non-negative) segment of a tile's ids; (2^31 - 1, -1) where there is none."""
+    return tl.min(tl.where(ids < 0, 2147483647, ids)), tl.max(ids)

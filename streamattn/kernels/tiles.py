@@ -1,0 +1,89 @@
+"""Launch parameters as data: what tile a kernel takes for a pass, an architecture, a head dimension and a dtype.
+
+``BLOCK_M`` is the number of queries of a tile, ``BLOCK_N`` the number of keys (an older name of it is TILE_K). The tables
+are pinned: no run tunes, so ranks and runs agree, and lengths never change a tile, so they never recompile.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Pass = Literal["forward", "dq", "dkdv"]
+Architecture = Literal["sm_80", "sm_86", "sm_90", "interpreter"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row of a table.
+
+    Attributes:
+        BLOCK_M: queries of a tile, a power of two from 16.
+        BLOCK_N: keys of a tile, 32 or a multiple of 64, a power of two.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def architecture(capability: tuple[int, int] | None) -> Architecture:
+    """The row family of a compute capability: by shared memory a block can have (163 KB, 99 KB, 227 KB)."""
+    if capability is None:
+        return "interpreter"
+    if capability in ((8, 6), (8, 9)) or capability[0] >= 12:
+        return "sm_86"
+    return "sm_80" if capability[0] == 8 else "sm_90"
+
+
+# (pass, architecture, bytes an element) -> {head dimension up to: tile}; head dimension = the larger of q's and v's,
+# rounded up to a power of two
+_TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
+    ("forward", "sm_90", 2): {
+        64: Tile(128, 128, 8, 3),
+        128: Tile(128, 128, 8, 3),
+        256: Tile(128, 64, 8, 2),
+    },
+    ("dq", "sm_90", 2): {
+        64: Tile(128, 64, 8, 3),
+        128: Tile(128, 64, 8, 3),
+        256: Tile(64, 64, 8, 2),
+    },
+    ("dkdv", "sm_90", 2): {
+        64: Tile(64, 128, 8, 3),
+        128: Tile(64, 128, 8, 2),
+        256: Tile(64, 64, 8, 1),
+    },
+    ("forward", "sm_90", 4): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 2)},
+    ("dq", "sm_90", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
+    ("dkdv", "sm_90", 4): {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
+    ("forward", "sm_80", 2): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    ("dq", "sm_80", 2): {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
+    ("dkdv", "sm_80", 2): {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
+    ("forward", "sm_80", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
+    ("dq", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 8, 1)},
+    ("dkdv", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 8, 1)},
+    ("forward", "sm_86", 2): {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 1)},
+    ("dq", "sm_86", 2): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    ("dkdv", "sm_86", 2): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
+    ("forward", "sm_86", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)},
+    ("dq", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 32, 8, 1)},
+    ("dkdv", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 32, 8, 1)},
+}
+_INTERPRETED = Tile(32, 32, 4, 1)
+
+
+def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int) -> Tile:
+    """The tile of a pass.
+
+    Args:
+        name: which kernel.
+        arch: see `architecture`.
+        head_dim: the larger of q's and v's head dimension, at most 256.
+        itemsize: bytes of an element of q: 2 or 4.
+    """
+    if arch == "interpreter":
+        return _INTERPRETED
+    table = _TABLES[name, arch, itemsize]
+    return next(tile for limit, tile in table.items() if head_dim <= limit)
