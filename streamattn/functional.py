@@ -66,7 +66,7 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
             )
 
 
-def _resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """Widths (left, right) to each side, `UNBOUNDED` where open."""
     if window_size is None:
         return UNBOUNDED, 0 if causal else UNBOUNDED
@@ -266,7 +266,7 @@ def attention(
         raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
@@ -277,7 +277,7 @@ def attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
-    window_left, window_right = _resolve_window(window_size, causal)
+    window_left, window_right = resolve_window(window_size, causal)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:

@@ -1,7 +1,7 @@
 """Attention backward in portable Triton: dq, dk and dv, and the gradient of an additive mask.
 
 Two kernels, each recomputing the probabilities from ``lse``: one program per BLOCK_M queries for dq, which also leaves
-``delta = rowsum(dout * out) - dlse`` for the other, one per BLOCK_N keys for dk and dv, which walks the query heads of its
+``delta = rowsum(dout * out) - dlse`` and lse for the others, one per BLOCK_N keys for dk and dv, which walks the query heads of its
 group and so needs no atomics: the same inputs give the same bits. A third, run only where the mask wants a gradient,
 serves one tile of the mask's own shape and sums over what the mask broadcasts. Layouts as in forward.py; gradients are
 stored [B, T, H, D]. Left out on purpose: what forward.py leaves out.
@@ -17,17 +17,20 @@ from streamattn.kernels.launch import (
     architecture_of,
     device_guard,
     heads_last,
+    heads_per_group,
     score_arguments,
     strides,
 )
 from streamattn.kernels.primitives import (
     LOG2E,
+    dot_add,
     keep_tile,
     kv_span,
     kv_span_full,
     load_rows,
     q_span,
     q_span_full,
+    schedule,
     segment_range,
     segment_span,
     store_rows,
@@ -35,6 +38,10 @@ from streamattn.kernels.primitives import (
     visible,
 )
 from streamattn.kernels.tiles import choose_tile
+
+# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where all are
+# visible, and the other edge
+INSIDE = tl.constexpr(1)
 
 
 @triton.jit
@@ -101,13 +108,6 @@ def probabilities(
     return p, slope, seen
 
 
-@triton.jit
-def load_lse2(lse_ptr, rows, row_mask):
-    """lse in base 2, +inf for a row that sees nothing or does not exist, so that its probabilities are 0."""
-    lse = tl.load(lse_ptr + rows, mask=row_mask, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_bwd_dq_kernel(
     q_ptr,
@@ -117,6 +117,7 @@ def attention_bwd_dq_kernel(
     dout_ptr,
     lse_ptr,
     dlse_ptr,
+    lse2_ptr,
     delta_ptr,
     dq_ptr,
     mask_ptr,
@@ -153,6 +154,8 @@ def attention_bwd_dq_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_row_stats,
+    heads_per_group,
     batch,
     num_heads,
     group,
@@ -177,20 +180,16 @@ def attention_bwd_dq_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    heads = batch * num_heads
-    if HAS_RIGHT:
-        tile_m = tl.num_programs(0) // heads - 1 - pid // heads
-        b, h = (pid % heads) // num_heads, pid % num_heads
-    else:
-        num_tiles = tl.num_programs(0) // heads
-        tile_m = pid % num_tiles
-        b, h = pid // num_tiles // num_heads, pid // num_tiles % num_heads
+    num_tiles = tl.cdiv(q_len, BLOCK_M)
+    tile_m, head = schedule(tl.program_id(0), num_tiles, batch * num_heads, heads_per_group)
+    tile_m = num_tiles - 1 - tile_m  # under a causal mask late queries see most
+    b, h = head // num_heads, head % num_heads
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     q_ptr += b64 * stride_q_b + h64 * stride_q_h
     k_ptr += b64 * stride_k_b + (h64 // group) * stride_k_h
@@ -199,7 +198,8 @@ def attention_bwd_dq_kernel(
     dout_ptr += b64 * stride_dout_b + h64 * stride_dout_h
     dq_ptr += b64 * stride_dq_b + h64 * stride_dq_h
     lse_ptr += (b64 * num_heads + h64) * q_len
-    delta_ptr += (b64 * num_heads + h64) * q_len
+    lse2_ptr += (b64 * num_heads + h64) * stride_row_stats
+    delta_ptr += (b64 * num_heads + h64) * stride_row_stats
     if MASK_KIND > 0:
         mask_ptr += b64 * stride_mask_b + h64 * stride_mask_h
 
@@ -211,12 +211,15 @@ def attention_bwd_dq_kernel(
     q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False)
     dout = load_rows(dout_ptr, rows, cols_dv, stride_dout_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
     out = load_rows(out_ptr, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
-    lse2 = load_lse2(lse_ptr, rows, row_mask)
+    # lse in base 2, +inf for a row that sees nothing or does not exist, so that its probabilities are 0
+    lse = tl.load(lse_ptr + rows, mask=row_mask, other=float("-inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
     if HAS_DLSE:
         dlse_ptr += b64 * stride_dlse_b + h64 * stride_dlse_h
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_t, mask=row_mask, other=0.0)
-    tl.store(delta_ptr + rows, delta, mask=row_mask)
+    tl.store(lse2_ptr + rows, lse2)
+    tl.store(delta_ptr + rows, delta)
 
     length = kv_len
     if HAS_LENGTHS:
@@ -251,26 +254,26 @@ def attention_bwd_dq_kernel(
     else:
         seed = 0
         rescale = 1.0
-    head = b * num_heads + h
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for phase in tl.static_range(0, 3):
-        TESTED: tl.constexpr = phase != 1
+    for phase in tl.static_range(0, 3):  # edge, inside, edge
         if phase == 0:
             begin, end = start, left_end
-        elif phase == 1:
+        elif phase == INSIDE:
             begin, end = left_end, full_end
         else:
             begin, end = full_end, stop
         if (
             (phase == 0 and HAS_LEFT and MASK_KIND == 0 and not HAS_SEGMENTS)
-            or (phase == 1 and MASK_KIND == 0 and not HAS_SEGMENTS)
+            or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
             or phase == 2
         ):
             for n_start in range(begin, end, BLOCK_N):
                 keys = n_start + tl.arange(0, BLOCK_N)
                 key_mask = (keys >= first_seen) & (keys < length)
-                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, not TESTED)
-                v = load_rows(v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, not TESTED)
+                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE)
+                v = load_rows(
+                    v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, phase == INSIDE
+                )
                 theirs = keys
                 if HAS_SEGMENTS:
                     theirs = tl.load(
@@ -296,13 +299,13 @@ def attention_bwd_dq_kernel(
                     scale,
                     softcap,
                     hidden_below,
-                    TESTED,
+                    phase != INSIDE,
                     MASK_KIND,
                     HAS_SEGMENTS,
                     HAS_SOFTCAP,
                     FOLD_SCALE,
                 )
-                if TESTED and (MASK_KIND > 0 or HAS_SEGMENTS):
+                if phase != INSIDE and (MASK_KIND > 0 or HAS_SEGMENTS):
                     some = (tl.max(seen.to(tl.int32), 0) > 0)[:, None]
                     k = tl.where(some, k, 0.0)
                     v = tl.where(some, v, 0.0)
@@ -313,9 +316,10 @@ def attention_bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if HAS_SOFTCAP:
                     ds *= slope
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    # a row that sees nothing may hold anything, its gradient is 0
-    dq = tl.where((lse2 < float("inf"))[:, None], dq * scale, 0.0)
+                dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
+    dq *= scale
+    if EMPTY_ROWS:
+        dq = tl.where((lse2 < float("inf"))[:, None], dq, 0.0)
     store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM)
 
 
@@ -325,7 +329,7 @@ def attention_bwd_dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -360,6 +364,8 @@ def attention_bwd_dkdv_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_row_stats,
+    heads_per_group,
     batch,
     num_heads,
     group,
@@ -384,21 +390,17 @@ def attention_bwd_dkdv_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    pid = tl.program_id(0)
     num_kv_heads = num_heads // group
-    if HAS_RIGHT:
-        # early keys are seen by most queries: start them first
-        heads = batch * num_kv_heads
-        tile_n = pid // heads
-        b, kv_head = (pid % heads) // num_kv_heads, pid % num_kv_heads
-    else:
-        num_tiles = tl.num_programs(0) // (batch * num_kv_heads)
-        tile_n = pid % num_tiles
-        b, kv_head = pid // num_tiles // num_kv_heads, pid // num_tiles % num_kv_heads
+    # under a causal mask early keys are seen by most
+    tile_n, batch_head = schedule(
+        tl.program_id(0), tl.cdiv(kv_len, BLOCK_N), batch * num_kv_heads, heads_per_group
+    )
+    b, kv_head = batch_head // num_kv_heads, batch_head % num_kv_heads
     b64 = b.to(tl.int64)
     k_ptr += b64 * stride_k_b + kv_head.to(tl.int64) * stride_k_h
     v_ptr += b64 * stride_v_b + kv_head.to(tl.int64) * stride_v_h
@@ -431,7 +433,7 @@ def attention_bwd_dkdv_kernel(
         low, high = segment_range(theirs)
         start, stop = segment_span(q_segments_ptr, stride_q_segments_t, low, high, start, stop, SCAN)
     if n_start >= length:
-        stop = start
+        stop = 0
     start = start // BLOCK_M * BLOCK_M
     # [start, first_full) and [full_end, stop) need the visibility test; a tile with keys past the length always does
     first_full = start
@@ -456,29 +458,28 @@ def attention_bwd_dkdv_kernel(
         h64 = kv_head.to(tl.int64) * group + g
         q_head_ptr = q_ptr + b64 * stride_q_b + h64 * stride_q_h
         dout_head_ptr = dout_ptr + b64 * stride_dout_b + h64 * stride_dout_h
-        row_offset = (b64 * num_heads + h64) * q_len
+        row_offset = (b64 * num_heads + h64) * stride_row_stats
         mask_head_ptr = mask_ptr
         if MASK_KIND > 0:
             mask_head_ptr = mask_ptr + b64 * stride_mask_b + h64 * stride_mask_h
         head = b * num_heads + kv_head * group + g
-        for phase in tl.static_range(0, 3):
-            TESTED: tl.constexpr = phase != 1
+        for phase in tl.static_range(0, 3):  # edge, inside, edge
             if phase == 0:
                 begin, end = start, first_full
-            elif phase == 1:
+            elif phase == INSIDE:
                 begin, end = first_full, full_end
             else:
                 begin, end = full_end, stop
             if (
                 (phase == 0 and HAS_RIGHT and MASK_KIND == 0 and not HAS_SEGMENTS)
-                or (phase == 1 and MASK_KIND == 0 and not HAS_SEGMENTS)
+                or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
                 or phase == 2
             ):
                 for m_start in range(begin, end, BLOCK_M):
                     rows = m_start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
                     row_mask = rows < q_len
                     q = load_rows(
-                        q_head_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, not TESTED
+                        q_head_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, phase == INSIDE
                     )
                     dout = load_rows(
                         dout_head_ptr,
@@ -488,12 +489,11 @@ def attention_bwd_dkdv_kernel(
                         row_mask,
                         HEAD_DIM_V,
                         BLOCK_DV,
-                        not TESTED,
+                        phase == INSIDE,
                     )
-                    lse2 = load_lse2(lse_ptr + row_offset, rows, row_mask)
-                    delta = tl.load(delta_ptr + row_offset + rows, mask=row_mask, other=0.0)
-                    if TESTED:
-                        # a row that sees nothing may hold anything
+                    lse2 = tl.load(lse2_ptr + row_offset + rows)
+                    delta = tl.load(delta_ptr + row_offset + rows)
+                    if EMPTY_ROWS and phase != INSIDE:
                         alive = lse2 < float("inf")
                         q = tl.where(alive[:, None], q, 0.0)
                         dout = tl.where(alive[:, None], dout, 0.0)
@@ -524,7 +524,7 @@ def attention_bwd_dkdv_kernel(
                         scale,
                         softcap,
                         hidden_below,
-                        TESTED,
+                        phase != INSIDE,
                         MASK_KIND,
                         HAS_SEGMENTS,
                         HAS_SOFTCAP,
@@ -538,13 +538,13 @@ def attention_bwd_dkdv_kernel(
                         )
                         p_kept = tl.where(keep, p * rescale, 0.0)
                         dp = tl.where(keep, dp * rescale, 0.0)
-                    dv = tl.dot(p_kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                    dv = dot_add(p_kept.to(dout.dtype), dout, dv, PRECISION)
                     ds = p * (dp - delta[None, :])
-                    if TESTED:
+                    if EMPTY_ROWS and phase != INSIDE:
                         ds = tl.where(seen, ds, 0.0)  # dp of an unseen value may be NaN
                     if HAS_SOFTCAP:
                         ds *= slope
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                    dk = dot_add(ds.to(q.dtype), q, dk, PRECISION)
     store_mask = keys < kv_len
     store_rows(dk_ptr, dk * scale, keys, cols_d, stride_dk_t, store_mask, HEAD_DIM)
     store_rows(dv_ptr, dv, keys, cols_dv, stride_dv_t, store_mask, HEAD_DIM_V)
@@ -556,7 +556,7 @@ def attention_bwd_dmask_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dmask_ptr,
     mask_ptr,
@@ -584,6 +584,7 @@ def attention_bwd_dmask_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_row_stats,
     batch,
     num_heads,
     group,
@@ -608,6 +609,7 @@ def attention_bwd_dmask_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     OVER_B: tl.constexpr,
@@ -647,7 +649,7 @@ def attention_bwd_dmask_kernel(
         first_seen = max(length - q_len - left, 0)
         for h in range(h_start, h_stop):
             b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
-            row_offset = (b64 * num_heads + h64) * q_len
+            row_offset = (b64 * num_heads + h64) * stride_row_stats
             head = b * num_heads + h
             for i_first in range(m_start, m_stop, BLOCK_M):
                 rows = i_first + tl.arange(0, BLOCK_M)
@@ -672,8 +674,8 @@ def attention_bwd_dmask_kernel(
                     BLOCK_DV,
                     False,
                 )
-                lse2 = load_lse2(lse_ptr + row_offset, rows, row_mask)
-                delta = tl.load(delta_ptr + row_offset + rows, mask=row_mask, other=0.0)
+                lse2 = tl.load(lse2_ptr + row_offset + rows)
+                delta = tl.load(delta_ptr + row_offset + rows)
                 own = rows
                 if HAS_SEGMENTS:
                     own = tl.load(
@@ -792,17 +794,25 @@ def attention_backward(
         dout = dout.contiguous()
     arch = architecture_of(q)
     widest, itemsize = max(head_dim, head_dim_v), q.element_size()
-    dq_tile, dkdv_tile = (choose_tile(name, arch, widest, itemsize) for name in ("dq", "dkdv"))
+    dq_tile, dkdv_tile = (
+        choose_tile(name, arch, widest, itemsize, attn_mask is not None) for name in ("dq", "dkdv")
+    )
+    assert dq_tile.BLOCK_M % dkdv_tile.BLOCK_M == 0, (
+        "the dq kernel writes the row statistics that the other reads"
+    )
     dq, dk, dv = heads_last(q), heads_last(k), heads_last(v)
-    delta = torch.empty_like(lse)
+    # two floats a row, padded so that the kernels need no row test: lse in base 2, and delta
+    padded = triton.cdiv(q_len, dq_tile.BLOCK_M) * dq_tile.BLOCK_M
+    lse2, delta = q.new_empty((2, batch, num_heads, padded), dtype=torch.float32)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
     common = dict(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
         dout_ptr=dout,
-        lse_ptr=lse,
+        lse2_ptr=lse2,
         delta_ptr=delta,
+        stride_row_stats=padded,
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),
@@ -816,8 +826,10 @@ def attention_backward(
         attention_bwd_dq_kernel[(triton.cdiv(q_len, dq_tile.BLOCK_M) * batch * num_heads,)](
             **common,
             out_ptr=out,
+            lse_ptr=lse,
             dlse_ptr=dlse,
             dq_ptr=dq,
+            heads_per_group=heads_per_group(k, window_right),
             **strides("out", out),
             **(strides("dlse", dlse) if dlse is not None else dict.fromkeys(_DLSE_STRIDES, 0)),
             **strides("dq", dq),
@@ -831,6 +843,7 @@ def attention_backward(
         attention_bwd_dkdv_kernel[(triton.cdiv(kv_len, dkdv_tile.BLOCK_N) * batch * num_kv_heads,)](
             **common,
             dk_ptr=dk,
+            heads_per_group=heads_per_group(q, window_right),
             dv_ptr=dv,
             **strides("dk", dk),
             **strides("dv", dv),

@@ -12,15 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from streamattn.kernels.launch import UNSPECIALIZED, architecture_of, device_guard, score_arguments, strides
+from streamattn.kernels.launch import (
+    UNSPECIALIZED,
+    architecture_of,
+    device_guard,
+    heads_per_group,
+    score_arguments,
+    strides,
+)
 from streamattn.kernels.primitives import (
     LN2,
     LOG2E,
+    dot_add,
     keep_tile,
     kv_span,
     kv_span_full,
     load_rows,
     online_softmax_update,
+    schedule,
     segment_range,
     segment_span,
     store_rows,
@@ -28,6 +37,10 @@ from streamattn.kernels.primitives import (
     visible,
 )
 from streamattn.kernels.tiles import choose_tile
+
+# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where all are
+# visible, and the other edge
+INSIDE = tl.constexpr(1)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -62,6 +75,7 @@ def attention_fwd_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    heads_per_group,
     batch,
     num_heads,
     group,
@@ -86,21 +100,15 @@ def attention_fwd_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    if HAS_RIGHT:
-        # late tiles see most keys: start them first, those of all heads side by side
-        heads = batch * num_heads
-        tile_m = tl.num_programs(0) // heads - 1 - pid // heads
-        b, h = (pid % heads) // num_heads, pid % num_heads
-    else:
-        # tiles of one head side by side share its keys in the cache
-        num_tiles = tl.num_programs(0) // (batch * num_heads)
-        tile_m = pid % num_tiles
-        b, h = pid // num_tiles // num_heads, pid // num_tiles % num_heads
+    num_tiles = tl.cdiv(q_len, BLOCK_M)
+    tile_m, head = schedule(tl.program_id(0), num_tiles, batch * num_heads, heads_per_group)
+    tile_m = num_tiles - 1 - tile_m  # under a causal mask late queries see most
+    b, h = head // num_heads, head % num_heads
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     q_ptr += b64 * stride_q_b + h64 * stride_q_h
     k_ptr += b64 * stride_k_b + (h64 // group) * stride_k_h
@@ -150,35 +158,33 @@ def attention_fwd_kernel(
         seed = tl.load(seed_ptr)
     else:
         seed = 0
-    head = b * num_heads + h
     score_scale = scale * LOG2E if FOLD_SCALE else 1.0
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    for phase in tl.static_range(0, 3):
-        TESTED: tl.constexpr = phase != 1
+    for phase in tl.static_range(0, 3):  # edge, inside, edge
         if phase == 0:
             begin, end = start, left_end
-        elif phase == 1:
+        elif phase == INSIDE:
             begin, end = left_end, full_end
         else:
             begin, end = full_end, stop
         if (
             (phase == 0 and HAS_LEFT and MASK_KIND == 0 and not HAS_SEGMENTS)
-            or (phase == 1 and MASK_KIND == 0 and not HAS_SEGMENTS)
+            or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
             or phase == 2
         ):
             for n_start in range(begin, end, BLOCK_N):
                 keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
                 key_mask = (keys >= first_seen) & (keys < length)
-                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, not TESTED)
+                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 if not FOLD_SCALE:
                     s *= scale
                     if HAS_SOFTCAP:
                         s = softcap * tanh(s / softcap)
-                if TESTED:
+                if phase != INSIDE:
                     seen = visible(rows[:, None], keys[None, :], q_len, length, left, right)
                     if HAS_SEGMENTS:
                         theirs = tl.load(
@@ -202,18 +208,20 @@ def attention_fwd_kernel(
                             s += entry.to(tl.float32)
                 if not FOLD_SCALE:
                     s *= LOG2E
-                if TESTED:
+                if phase != INSIDE:
                     s = tl.where(seen, s, float("-inf"))
-                p, rescale, m, l = online_softmax_update(s, m, l, score_scale, TESTED)
+                p, rescale, m, l = online_softmax_update(s, m, l, score_scale, phase != INSIDE)
                 if HAS_DROPOUT:
                     p = tl.where(
                         keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0
                     )
-                v = load_rows(v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, not TESTED)
-                if TESTED and (MASK_KIND > 0 or HAS_SEGMENTS):
+                v = load_rows(
+                    v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, phase == INSIDE
+                )
+                if phase != INSIDE and (MASK_KIND > 0 or HAS_SEGMENTS):
                     v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
                 acc = acc * rescale[:, None]
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+                acc = dot_add(p.to(v.dtype), v, acc, PRECISION)
 
     denominator = tl.where(l == 0.0, 1.0, l)
     if HAS_DROPOUT:
@@ -240,7 +248,9 @@ def attention_forward(
     """``(out, lse)``; arguments as in `streamattn.ops`."""
     batch, num_heads, q_len, head_dim = q.shape
     head_dim_v = v.shape[-1]
-    tile = choose_tile("forward", architecture_of(q), max(head_dim, head_dim_v), q.element_size())
+    tile = choose_tile(
+        "forward", architecture_of(q), max(head_dim, head_dim_v), q.element_size(), attn_mask is not None
+    )
     out = q.new_empty((batch, q_len, num_heads, head_dim_v)).transpose(1, 2)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
@@ -257,6 +267,7 @@ def attention_forward(
             **strides("v", v),
             **strides("out", out),
             **score_arguments(q, k, v, *masks, scale, window_left, window_right, softcap, dropout_p),
+            heads_per_group=heads_per_group(k, window_right),
             batch=batch,
             BLOCK_M=tile.BLOCK_M,
             BLOCK_N=tile.BLOCK_N,

@@ -14,6 +14,7 @@ from torch import Tensor
 from streamattn.kernels.tiles import Architecture, architecture
 from streamattn.pattern import UNBOUNDED
 
+GROUP_BYTES = 16 << 20  # of keys and values, or queries and gradients, that share the second-level cache
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
@@ -30,6 +31,16 @@ def heads_last(x: Tensor) -> Tensor:
     """An uninitialised tensor of x's shape [B, H, T, D], stored [B, T, H, D]."""
     batch, heads, length, head_dim = x.shape
     return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+
+
+def heads_per_group(x: Tensor, window_right: int) -> int:
+    """How many heads start side by side (see `primitives.schedule`), where each program reads all rows of a head of x.
+
+    Without a right limit all tiles are alike and one head after the other is best for the cache.
+    """
+    if window_right == UNBOUNDED:
+        return 1
+    return max(1, GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
@@ -105,6 +116,11 @@ def score_arguments(
         HAS_LENGTHS=kv_lengths is not None,
         HAS_SOFTCAP=softcap > 0.0,
         HAS_DROPOUT=drop_threshold > 0,
+        # whether some query may see no key at all; such a row may hold anything
+        EMPTY_ROWS=attn_mask is not None
+        or q_segments is not None
+        or kv_lengths is not None
+        or kv_len - q_len + window_right < 0,
         # the scale is folded into the exponent's argument where nothing stands between it and the product
         FOLD_SCALE=scale > 0.0 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
         PRECISION=precision if q.dtype == torch.float32 else "ieee",
@@ -113,6 +129,8 @@ def score_arguments(
 
 # arguments whose values change from call to call without changing the code
 UNSPECIALIZED = (
+    "stride_row_stats",
+    "heads_per_group",
     "batch",
     "num_heads",
     "group",

@@ -18,7 +18,9 @@ PHILOX_ROUNDS = tl.constexpr(7)
 
 def _jit(rule):
     # the interpreter wants triton.language among a function's globals; pattern.py knows no Triton
-    return triton.jit(types.FunctionType(rule.__code__, {"tl": tl, "min": min, "max": max}, rule.__name__))
+    return triton.jit(
+        types.FunctionType(rule.__code__, {"__name__": rule.__module__, "tl": tl}, rule.__name__)
+    )
 
 
 visible = _jit(pattern.visible)
@@ -26,6 +28,20 @@ kv_span = _jit(pattern.kv_span)
 kv_span_full = _jit(pattern.kv_span_full)
 q_span = _jit(pattern.q_span)
 q_span_full = _jit(pattern.q_span_full)
+
+
+@triton.jit
+def schedule(pid, num_tiles, num_heads, heads_per_group):
+    """(tile, head) of a program, tiles counted in the order in which they start, heads over the whole batch.
+
+    Groups of heads follow one another, so that a group's keys stay in the cache; within a group the same tile of all
+    its heads starts together, so that with the longest tiles first the short ones fill the gaps at the end.
+    """
+    group = pid // (num_tiles * heads_per_group)
+    first_head = group * heads_per_group
+    size = min(num_heads - first_head, heads_per_group)
+    within = pid - group * num_tiles * heads_per_group
+    return within // size, first_head + within % size
 
 
 @triton.jit
@@ -55,6 +71,17 @@ def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constex
     """The counterpart of load_rows."""
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so
+    there each tile's product starts at 0 and is added to acc with rounding.
+    """
+    if PRECISION == "tf32x3":
+        # the unused limit keeps the compiler from folding the addition back into the product
+        return acc + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -120,15 +147,16 @@ def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def segment_span(segments_ptr, stride, low, high, start, stop, SCAN: tl.constexpr):
-    """Narrows [start, stop) to the positions whose segment lies in low..high; empty where none does."""
+    """Narrows [start, stop) to the positions whose segment lies in low..high; (a position, 0) where none does."""
+    stop = max(stop, 0)
     first = stop
-    last = start
+    last = 0
     for chunk in range(start, stop, SCAN):
         at = chunk + tl.arange(0, SCAN)
         ids = tl.load(segments_ptr + at.to(tl.int64) * stride, mask=at < stop, other=-1)
         hit = (ids >= 0) & (ids >= low) & (ids <= high)
         first = min(first, tl.min(tl.where(hit, at, stop)))
-        last = max(last, tl.max(tl.where(hit, at + 1, start)))
+        last = max(last, tl.max(tl.where(hit, at + 1, 0)))
     return first, last
 
 

@@ -40,21 +40,9 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
 # (pass, architecture, bytes an element) -> {head dimension up to: tile}; head dimension = the larger of q's and v's,
 # rounded up to a power of two
 _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
-    ("forward", "sm_90", 2): {
-        64: Tile(128, 128, 8, 3),
-        128: Tile(128, 128, 8, 3),
-        256: Tile(128, 64, 8, 2),
-    },
-    ("dq", "sm_90", 2): {
-        64: Tile(128, 64, 8, 3),
-        128: Tile(128, 64, 8, 3),
-        256: Tile(64, 64, 8, 2),
-    },
-    ("dkdv", "sm_90", 2): {
-        64: Tile(64, 128, 8, 3),
-        128: Tile(64, 128, 8, 2),
-        256: Tile(64, 64, 8, 1),
-    },
+    ("forward", "sm_90", 2): {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
+    ("dq", "sm_90", 2): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    ("dkdv", "sm_90", 2): {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(64, 64, 8, 1)},
     ("forward", "sm_90", 4): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 2)},
     ("dq", "sm_90", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
     ("dkdv", "sm_90", 4): {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
@@ -74,7 +62,7 @@ _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
 _INTERPRETED = Tile(32, 32, 4, 1)
 
 
-def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int) -> Tile:
+def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, dense_mask: bool) -> Tile:
     """The tile of a pass.
 
     Args:
@@ -82,8 +70,12 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int) ->
         arch: see `architecture`.
         head_dim: the larger of q's and v's head dimension, at most 256.
         itemsize: bytes of an element of q: 2 or 4.
+        dense_mask: whether an ``attn_mask`` is read: its tiles take shared memory too, so tile and pipeline shrink.
     """
     if arch == "interpreter":
         return _INTERPRETED
     table = _TABLES[name, arch, itemsize]
-    return next(tile for limit, tile in table.items() if head_dim <= limit)
+    tile = next(tile for limit, tile in table.items() if head_dim <= limit)
+    if not dense_mask:
+        return tile
+    return Tile(min(tile.BLOCK_M, 64), min(tile.BLOCK_N, 64), 4 if head_dim <= 128 else 8, 1)
