@@ -1,7 +1,7 @@
 """StreamAttn: a drop-in attention layer for PyTorch on one fused kernel family.
 
-`attention` is the function, `StreamMultiHeadAttention` the module, `patch_model` the one-liner that rewires a whole
-model. Importing the package initialises no CUDA and imports neither transformers nor Triton.
+`attention` is the function, `StreamMultiHeadAttention` the module, `patch_model` the one-liner that rewires a
+whole model. Importing the package initialises no CUDA and imports neither transformers nor Triton.
 """
 
 from typing import TYPE_CHECKING

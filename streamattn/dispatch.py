@@ -1,6 +1,7 @@
-"""Which implementation serves a call: one predicate that dispatch, errors, ``streamattn info`` and tests all read.
+"""Which implementation serves a call.
 
-A backend is chosen from devices, dtypes and shapes before anything runs, never after a caught exception.
+One predicate, `unsupported`, that dispatch, errors, ``streamattn info`` and tests all read. A backend is
+chosen from devices, dtypes and shapes before anything runs, never after a caught exception.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
             return f"its kernels need an NVIDIA GPU and the tensors are on {device.type}"
         capability = _capability(device.index if device.index is not None else torch.cuda.current_device())
         if capability < (8, 0):
-            return f"its kernels need compute capability 8.0 or newer and {device} has {capability[0]}.{capability[1]}"
+            major, minor = capability
+            return f"its kernels need compute capability 8.0 or newer and {device} has {major}.{minor}"
     return None
 
 
@@ -106,8 +108,8 @@ def choose(
 ) -> Backend:
     """The implementation that serves the call.
 
-    ``auto`` takes the first that can: on CUDA Triton, else the reference; on the CPU PyTorch's fused attention, else
-    the reference.
+    ``auto`` takes the first that can: on CUDA Triton, else the reference; on the CPU PyTorch's fused
+    attention, else the reference.
 
     Raises:
         ValueError: an explicit backend can't serve the call; the message says why.

@@ -1,7 +1,8 @@
 """The attention function: the only place where defaults are resolved and arguments are validated.
 
-`attention` takes SDPA's layout and FlashAttention's features; see its docstring for the contract. `flash_attention` is
-the same on the matrices of a single head. Left out on purpose: any numerical work, which is `streamattn.ops`'.
+`attention` takes SDPA's layout and FlashAttention's features; see its docstring for the contract.
+`flash_attention` is the same on the matrices of a single head. Left out on purpose: any numerical work, which
+is `streamattn.ops`'.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} is a nested tensor; pack the sequences and pass segment_ids instead")
         if x.dtype not in _FLOATING:
             raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.to(...)"
+                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; "
+                f"convert it with {name}.to(...)"
             )
         if x.device != q.device:
             raise ValueError(
@@ -42,7 +44,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if not (2 <= q.dim() <= 4 and q.dim() == k.dim() == v.dim()):
         raise ValueError(
-            f"q, k, v must all be 4-D ({_FULL_LAYOUT}), 3-D without B or 2-D without B and H, got {_shapes(q, k, v)}"
+            f"q, k, v must all be 4-D ({_FULL_LAYOUT}), 3-D without B or 2-D without B and H, "
+            f"got {_shapes(q, k, v)}"
         )
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         raise ValueError(f"q and k must share a positive head_dim, got {_shapes(q, k, v)}")
@@ -52,7 +55,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}")
     if q.dim() >= 3 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0):
         raise ValueError(
-            f"the heads of q must be a multiple of the heads of k and v, got {q.shape[-3]} and {k.shape[-3]}: {_shapes(q, k, v)}"
+            "the heads of q must be a multiple of the heads of k and v, "
+            f"got {q.shape[-3]} and {k.shape[-3]}: {_shapes(q, k, v)}"
         )
 
 
@@ -70,7 +74,10 @@ def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> t
     """Widths (left, right) to each side, `UNBOUNDED` where open."""
     if window_size is None:
         return UNBOUNDED, 0 if causal else UNBOUNDED
-    remedy = "pass a positive int W (W visible keys, the query's own included) or a pair (left, right), -1 = unbounded"
+    remedy = (
+        "pass a positive int W (W visible keys, the query's own included) "
+        "or a pair (left, right), -1 = unbounded"
+    )
     if isinstance(window_size, bool) or not isinstance(window_size, (int, tuple, list)):
         raise TypeError(f"window_size must be an int or a pair of ints, got {window_size!r}; {remedy}")
     if isinstance(window_size, (tuple, list)):
@@ -96,8 +103,8 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
         raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in _FLOATING:
         raise TypeError(
-            f"attn_mask must be bool (True = visible) or floating (added to the scores), got {attn_mask.dtype}; "
-            "convert an integer mask with mask.bool()"
+            "attn_mask must be bool (True = visible) or floating (added to the scores), "
+            f"got {attn_mask.dtype}; convert an integer mask with mask.bool()"
         )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}; move it")
@@ -149,7 +156,8 @@ def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
         beyond = (kv_lengths < 0) | (kv_lengths > k.shape[2])
         if bool(beyond.any()):
             raise ValueError(
-                f"kv_lengths must lie in [0, Tk = {k.shape[2]}], got {kv_lengths.tolist()}; pass the fill level of the cache"
+                f"kv_lengths must lie in [0, Tk = {k.shape[2]}], got {kv_lengths.tolist()}; "
+                "pass the fill level of the cache"
             )
     return kv_lengths.reshape(k.shape[0]).to(k.device, non_blocking=True)
 
@@ -222,10 +230,10 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention ``softmax(softcap(scale * q @ k^T) + mask) @ v``, fused and exact.
 
-    With ``L = kv_lengths[b]`` or Tk, query ``i`` stands at ``p = i + L - Tq`` (bottom-right alignment) and sees key
-    ``j`` iff ``j < L`` and every condition given below holds. A query that sees nothing gives ``out = 0``,
-    ``lse = -inf`` and zero gradients. The last dimension of q, k, v must have stride 1; other layouts of it cost one
-    copy, all other strides are read in place.
+    With ``L = kv_lengths[b]`` or Tk, query ``i`` stands at ``p = i + L - Tq`` (bottom-right alignment) and
+    sees key ``j`` iff ``j < L`` and every condition given below holds. A query that sees nothing gives ``out
+    = 0``, ``lse = -inf`` and zero gradients. The last dimension of q, k, v must have stride 1; other layouts
+    of it cost one copy, all other strides are read in place.
 
     Args:
         q: [B, Hq, Tq, D], or [Hq, Tq, D], or [Tq, D] (one head); float16, bfloat16, float32 or float64.
@@ -235,26 +243,28 @@ def attention(
         window_size: W keys up to and including the query's own (``p - W < j <= p``), or a pair (left, right):
             ``p - left <= j <= p + right``, -1 = unbounded. Default None: no window.
         scale: factor of the scores. Default ``1 / sqrt(D)``.
-        attn_mask: broadcastable to [B, Hq, Tq, Tk] (without the leading dimensions that q lacks). bool: True =
-            visible. Floating: added to the scores in float32, after the softcap; an entry at or below half of its
-            dtype's minimum hides the key. Differentiable; its gradient has its own shape.
+        attn_mask: broadcastable to [B, Hq, Tq, Tk] (without the leading dimensions that q lacks). bool: True
+            = visible. Floating: added to the scores in float32, after the softcap; an entry at or below half
+            of its dtype's minimum hides the key. Differentiable; its gradient has its own shape.
         segment_ids: int32 [B, T] ([T] for 2-D and 3-D inputs), or a pair (q, kv): only equal, non-negative
             segments see each other; a negative one is padding.
-        kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are filled, its
-            last Tq being the queries' own. Values are clamped to [0, Tk]; on the CPU others raise.
+        kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are
+            filled, its last Tq being the queries' own. Values are clamped to [0, Tk]; on the CPU others
+            raise.
         softcap: ``softcap * tanh(score / softcap)`` is used for each score. Default None: off; 0 is off too.
-        dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn from
-            torch's generator of q's device. Default 0.
+        dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn
+            from torch's generator of q's device. Default 0.
         return_lse: also return ``lse``. Default False.
-        deterministic: same inputs, same bits. Default None: as ``torch.are_deterministic_algorithms_enabled()``.
-            Every backend is deterministic, forward and backward, whatever is asked.
+        deterministic: same inputs, same bits. Default None: as
+            ``torch.are_deterministic_algorithms_enabled()``. Every backend is deterministic, forward and
+            backward, whatever is asked.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention) or ``triton``.
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that
-        ``out.transpose(1, 2).reshape(B, Tq, Hq * Dv)`` is a view; with ``return_lse`` the pair ``(out, lse)``, ``lse``
-        [B, Hq, Tq] float32 (float64 for float64 inputs): the natural logarithm of the sum of exponentials of all
-        visible scores, before dropout. Both are differentiable, once.
+        ``out.transpose(1, 2).reshape(B, Tq, Hq * Dv)`` is a view; with ``return_lse`` the pair ``(out,
+        lse)``, ``lse`` [B, Hq, Tq] float32 (float64 for float64 inputs): the natural logarithm of the sum of
+        exponentials of all visible scores, before dropout. Both are differentiable, once.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -266,7 +276,7 @@ def attention(
         raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:

@@ -1,13 +1,15 @@
-"""The boundary torch.compile and autograd see: ``torch.ops.streamattn.attention_forward`` and ``attention_backward``.
+"""The boundary that torch.compile and autograd see.
 
-Two schemas; for each a fake kernel (shapes and strides only) and one implementation for CPU and CUDA that asks
-`streamattn.dispatch` and imports the chosen backend when it first runs; and an Autograd
-kernel that calls one ``autograd.Function``. Arguments are validated before, by `streamattn.functional`.
+Two schemas, ``torch.ops.streamattn.attention_forward`` and ``attention_backward``; for each a fake kernel
+(shapes and strides only) and one implementation for CPU and CUDA that asks `streamattn.dispatch` and imports
+the chosen backend when it first runs; and an Autograd kernel that calls one ``autograd.Function``. Arguments
+are validated before, by `streamattn.functional`.
 
-Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each dimension
-full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed int64 [1]. An open side
-of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where unused. ``out`` and the gradients are stored
-[B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32, float64 for float64 inputs.
+Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each
+dimension full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed
+int64 [1]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where unused.
+``out`` and the gradients are stored [B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32,
+float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch import Tensor
 from streamattn.dispatch import Backend, choose
 
 _OPTIONS = (
-    "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, float scale, "
-    "SymInt window_left, SymInt window_right, float softcap, float dropout_p, str backend"
+    "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
+    "float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, str backend"
 )
 
 _library = torch.library.Library("streamattn", "DEF")
@@ -28,8 +30,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
-    "bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -172,7 +174,8 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+    def backward(ctx, *grads: Tensor | None):
+        dout, dlse = grads
         out, lse, q, k, v, attn_mask, *masks = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 14
@@ -200,8 +203,8 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
-            "attention is differentiable once; for a second derivative write it with matmul and softmax, or take "
-            "torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+            "attention is differentiable once; for a second derivative write it with matmul and softmax, "
+            "or take torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
         )
 
 

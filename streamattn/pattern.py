@@ -1,12 +1,13 @@
 """Who sees whom: the visibility rule of the whole package, its spans of tiles, and its pair counts.
 
-Query ``i`` of ``q_len`` stands at position ``p = i + kv_len - q_len`` among ``kv_len`` keys (bottom-right alignment) and
-sees key ``j`` iff ``j < kv_len`` and ``p - window_left <= j <= p + window_right``. Causal attention is
-``window_right = 0``. An open side has the width `UNBOUNDED`.
+Query ``i`` of ``q_len`` stands at position ``p = i + kv_len - q_len`` among ``kv_len`` keys (bottom-right
+alignment) and sees key ``j`` iff ``j < kv_len`` and ``p - window_left <= j <= p + window_right``. Causal
+attention is ``window_right = 0``. An open side has the width `UNBOUNDED`.
 
-Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python ints, torch
-tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and mask tensors are data,
-not geometry; they are left to the callers.
+Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python
+ints, torch tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and
+mask tensors are data, not geometry; they are left to the callers.
+A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start, stop)`` excludes stop.
 """
 
 UNBOUNDED = 1 << 30
@@ -20,7 +21,7 @@ def visible(i, j, q_len, kv_len, window_left, window_right):
 
 
 def kv_span(i_first, i_last, q_len, kv_len, window_left, window_right):
-    """Keys ``[start, stop)`` that some query of ``i_first..i_last`` (inclusive) may see; empty where stop <= start."""
+    """Keys ``[start, stop)`` that some query of ``i_first..i_last`` may see; empty where stop <= start."""
     shift = kv_len - q_len
     start = max(i_first + shift - window_left, 0)
     stop = min(i_last + shift + window_right + 1, kv_len)
@@ -28,7 +29,7 @@ def kv_span(i_first, i_last, q_len, kv_len, window_left, window_right):
 
 
 def kv_span_full(i_first, i_last, q_len, kv_len, window_left, window_right):
-    """Keys ``[start, stop)`` that every query of ``i_first..i_last`` (inclusive) sees; empty where stop <= start."""
+    """Keys ``[start, stop)`` that every query of ``i_first..i_last`` sees; empty where stop <= start."""
     shift = kv_len - q_len
     start = max(i_last + shift - window_left, 0)
     stop = min(i_first + shift + window_right + 1, kv_len)
@@ -36,7 +37,7 @@ def kv_span_full(i_first, i_last, q_len, kv_len, window_left, window_right):
 
 
 def q_span(j_first, j_last, q_len, kv_len, window_left, window_right):
-    """Queries ``[start, stop)`` that may see some key of ``j_first..j_last`` (inclusive); empty where stop <= start."""
+    """Queries ``[start, stop)`` that may see some key of ``j_first..j_last``; empty where stop <= start."""
     shift = kv_len - q_len
     start = max(j_first - shift - window_right, 0)
     stop = min(min(j_last, kv_len - 1) - shift + window_left + 1, q_len)
@@ -44,7 +45,7 @@ def q_span(j_first, j_last, q_len, kv_len, window_left, window_right):
 
 
 def q_span_full(j_first, j_last, q_len, kv_len, window_left, window_right):
-    """Queries ``[start, stop)`` that see every key of ``j_first..j_last`` (inclusive), all of them below ``kv_len``."""
+    """Queries ``[start, stop)`` that see every key of ``j_first..j_last``, all of them below ``kv_len``."""
     shift = kv_len - q_len
     start = max(j_last - shift - window_right, 0)
     stop = min(j_first - shift + window_left + 1, q_len)
@@ -52,7 +53,7 @@ def q_span_full(j_first, j_last, q_len, kv_len, window_left, window_right):
 
 
 def count_pairs(q_len: int, kv_len: int, window_left: int = UNBOUNDED, window_right: int = UNBOUNDED) -> int:
-    """Number of visible (query, key) pairs of one head: the FLOPs of a forward are ``4 * head_dim`` times that."""
+    """Visible (query, key) pairs of one head; a forward's FLOPs are ``4 * head_dim`` times that."""
     total = 0
     for i in range(q_len):
         start, stop = kv_span(i, i, q_len, kv_len, window_left, window_right)

@@ -1,15 +1,16 @@
 """The attention of this package in plain PyTorch: tiled online softmax, forward and backward, on any device.
 
-It reads as the algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the online softmax of Milakov and
-Gimelshein (2018, arXiv:1805.02867): queries and keys are walked tile by tile, a running maximum ``m`` and denominator
-``l`` rescale the accumulator, and the backward recomputes the probabilities from ``lse``. It defines what the fused
-kernels must return, and it serves what they can't: float64, dropout and softcap on the CPU, gradients through ``lse``
-or into a mask there.
+It reads as the algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the online softmax of Milakov
+and Gimelshein (2018, arXiv:1805.02867): queries and keys are walked tile by tile, a running maximum ``m`` and
+denominator ``l`` rescale the accumulator, and the backward recomputes the probabilities from ``lse``. It
+defines what the fused kernels must return, and it serves what they can't: float64, dropout and softcap on the
+CPU, gradients through ``lse`` or into a mask there.
 
-Shapes: ``q`` [B, Hq, Tq, D], ``k`` [B, Hkv, Tk, D], ``v`` [B, Hkv, Tk, Dv], ``attn_mask`` 4-D with each dimension full
-or 1, segments int32 [B, Tq] and [B, Tk], ``kv_lengths`` [B]; arguments are validated by `streamattn.functional`.
-Products and sums are float32, or float64 for float64 inputs. Tiles no query can see are not visited; nothing of the
-size Tq x Tk is ever held. Left out on purpose: speed beyond what batched matrix products give.
+Shapes: ``q`` [B, Hq, Tq, D], ``k`` [B, Hkv, Tk, D], ``v`` [B, Hkv, Tk, Dv], ``attn_mask`` 4-D with each
+dimension full or 1, segments int32 [B, Tq] and [B, Tk], ``kv_lengths`` [B]; arguments are validated by
+`streamattn.functional`. Products and sums are float32, or float64 for float64 inputs. Tiles no query can see
+are not visited; nothing of the size Tq x Tk is ever held. Left out on purpose: speed beyond what batched
+matrix products give.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """An uninitialised ``out`` [B, Hq, Tq, Dv] stored [B, Tq, Hq, Dv], so that merging the heads is a view."""
+    """An uninitialised ``out`` [B, Hq, Tq, Dv], stored [B, Tq, Hq, Dv]: merging the heads is a view."""
     batch, num_heads, q_len, _ = q.shape
     return q.new_empty((batch, q_len, num_heads, v.shape[-1])).transpose(1, 2)
 
@@ -49,7 +50,7 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def _philox_words(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:
-    """Philox-4x32 (Salmon et al. 2011) on counters (c0, c1, c2, 0), key = seed; four words in 0..2^32-1 as int64."""
+    """Philox-4x32 (Salmon et al. 2011) of counters (c0, c1, c2, 0), key = seed: four 32-bit words, int64."""
     c0, c1, c2 = torch.broadcast_tensors(c0, c1, c2)
     c = [c0, c1, c2, torch.zeros_like(c0)]
     key = [seed & _U32, (seed >> 32) & _U32]
@@ -69,9 +70,9 @@ def keep_mask(
 ) -> Tensor:
     """The dropout mask that every backend applies, for queries ``rows`` and keys ``cols`` (half-open ranges).
 
-    One Philox call gives 16 bytes, for 16 keys of one query: within each 64 keys, call ``c`` of 0..3 serves keys
-    ``8 * t + 2 * c + e`` (t 0..7, e 0..1) by its byte ``2 * t + e``. These are the columns that one thread of a
-    tensor-core accumulator holds.
+    One Philox call gives 16 bytes, for 16 keys of one query: within each 64 keys, call ``c`` of 0..3 serves
+    keys ``8 * t + 2 * c + e`` (t 0..7, e 0..1) by its byte ``2 * t + e``. These are the columns that one
+    thread of a tensor-core accumulator holds.
 
     Args:
         seed: int64, one element, the seed of the call.
@@ -164,7 +165,7 @@ class _Tiling:
         return ((n, min(n + BLOCK_N, stop)) for n in range(start // BLOCK_N * BLOCK_N, stop, BLOCK_N))
 
     def rows(self, x: Tensor, m0: int, m1: int) -> Tensor:
-        """Rows m0:m1 of a per-query tensor [B, Hq, Tq, D] as [B, Hkv, G * m, D], so that a group shares a product."""
+        """Rows m0:m1 of a [B, Hq, Tq, D] tensor as [B, Hkv, G * m, D], so that a group shares a product."""
         tile = x[:, :, m0:m1].to(self.dtype)
         return rearrange(tile, "b (hkv g) m d -> b hkv (g m) d", hkv=self.num_kv_heads)
 
@@ -228,7 +229,7 @@ class _Tiling:
         return _Tile(s, seen, cap_slope, keep)
 
     def kv_tile(self, x: Tensor, n0: int, n1: int, seen: Tensor | None) -> Tensor:
-        """Keys or values n0:n1; those that no query of the tile sees become 0, so that no NaN enters a product."""
+        """Keys or values n0:n1; what no query of the tile sees becomes 0: its NaN enters no product."""
         tile = x[:, :, n0:n1].to(self.dtype)
         if seen is None:
             return tile
@@ -315,7 +316,8 @@ def attention_backward(
     """Gradients of `attention_forward`: ``(dq, dk, dv, dmask)`` in the dtypes of their tensors.
 
     With ``delta = rowsum(dout * out) - dlse``: ``ds = p * (dp - delta)``, ``dq = scale * ds @ k``,
-    ``dk = scale * ds^T @ q``, ``dv = p^T @ dout``. ``dmask`` (None unless ``mask_grad``) has the mask's own shape.
+    ``dk = scale * ds^T @ q``, ``dv = p^T @ dout``. ``dmask`` (None unless ``mask_grad``) has the mask's own
+    shape.
     """
     tiling = _Tiling(
         q,

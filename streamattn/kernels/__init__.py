@@ -1,1 +1,1 @@
-"""Implementations of the attention ops. Each file stands alone and is imported when its backend first runs."""
+"""Implementations of the attention ops. Each file stands alone, imported when its backend first runs."""

@@ -1,11 +1,14 @@
 """Attention backward in portable Triton: dq, dk and dv, and the gradient of an additive mask.
 
-Two kernels, each recomputing the probabilities from ``lse``: one program per BLOCK_M queries for dq, which also leaves
-``delta = rowsum(dout * out) - dlse`` and lse for the others, one per BLOCK_N keys for dk and dv, which walks the query heads of its
-group and so needs no atomics: the same inputs give the same bits. A third, run only where the mask wants a gradient,
-serves one tile of the mask's own shape and sums over what the mask broadcasts. Layouts as in forward.py; gradients are
-stored [B, T, H, D]. Left out on purpose: what forward.py leaves out.
+Two kernels, each recomputing the probabilities from ``lse``: one program per BLOCK_M queries for dq, which
+also leaves ``delta = rowsum(dout * out) - dlse`` and lse for the others, one per BLOCK_N keys for dk and dv,
+which walks the query heads of its group and so needs no atomics: the same inputs give the same bits. A third,
+run only where the mask wants a gradient, serves one tile of the mask's own shape and sums over what the mask
+broadcasts. Layouts as in forward.py; gradients are stored [B, T, H, D]. Left out on purpose: what forward.py
+leaves out.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,9 +18,12 @@ from torch import Tensor
 from streamattn.kernels.launch import (
     UNSPECIALIZED,
     architecture_of,
+    call_key,
     device_guard,
     heads_last,
     heads_per_group,
+    launch,
+    mask_pointers,
     score_arguments,
     strides,
 )
@@ -37,10 +43,10 @@ from streamattn.kernels.primitives import (
     tanh,
     visible,
 )
-from streamattn.kernels.tiles import choose_tile
+from streamattn.kernels.tiles import Tile, choose_tile
 
-# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where all are
-# visible, and the other edge
+# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
+# all are visible, and the other edge
 INSIDE = tl.constexpr(1)
 
 
@@ -70,10 +76,11 @@ def probabilities(
     HAS_SOFTCAP: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
 ):
-    """p = exp(score - lse) from the products s of one tile, the slope of the softcap, and which pairs are visible.
+    """(p, slope, seen) of one tile from its products s, p = exp(score - lse).
 
-    The tile is [M, N] with per-query vectors [M, 1] and per-key vectors [1, N], or all of it transposed. Where a flag
-    is off, the value it governs comes back as some tensor of the tile's shape and is not to be used.
+    slope is the softcap's derivative, seen which pairs are visible. The tile is [M, N] with per-query vectors
+    [M, 1] and per-key vectors [1, N], or all of it transposed. Where a flag is off, the value it governs
+    comes back as some tensor of the tile's shape and is not to be used.
     """
     if FOLD_SCALE:
         s *= scale * LOG2E
@@ -154,6 +161,7 @@ def attention_bwd_dq_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_kv_lengths,
     stride_row_stats,
     heads_per_group,
     batch,
@@ -186,6 +194,7 @@ def attention_bwd_dq_kernel(
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
+    """dq [B, Hq, Tq, D], and lse2 and delta [B, Hq, stride_row_stats], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     tile_m, head = schedule(tl.program_id(0), num_tiles, batch * num_heads, heads_per_group)
     tile_m = num_tiles - 1 - tile_m  # under a causal mask late queries see most
@@ -223,7 +232,7 @@ def attention_bwd_dq_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b).to(tl.int32), 0), kv_len)
+        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
     left = window_left if HAS_LEFT else 1073741824
     right = window_right if HAS_RIGHT else 1073741824
     i_last = min(i_first + BLOCK_M, q_len) - 1
@@ -364,6 +373,7 @@ def attention_bwd_dkdv_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_kv_lengths,
     stride_row_stats,
     heads_per_group,
     batch,
@@ -395,6 +405,7 @@ def attention_bwd_dkdv_kernel(
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
+    """dk [B, Hkv, Tk, D] and dv [B, Hkv, Tk, Dv], BLOCK_N keys of one key head a program."""
     num_kv_heads = num_heads // group
     # under a causal mask early keys are seen by most
     tile_n, batch_head = schedule(
@@ -409,7 +420,7 @@ def attention_bwd_dkdv_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b).to(tl.int32), 0), kv_len)
+        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
     left = window_left if HAS_LEFT else 1073741824
     right = window_right if HAS_RIGHT else 1073741824
     n_start = tile_n * BLOCK_N
@@ -435,7 +446,8 @@ def attention_bwd_dkdv_kernel(
     if n_start >= length:
         stop = 0
     start = start // BLOCK_M * BLOCK_M
-    # [start, first_full) and [full_end, stop) need the visibility test; a tile with keys past the length always does
+    # [start, first_full) and [full_end, stop) need the visibility test; a tile with keys past the length
+    # always does
     first_full = start
     full_end = start
     if MASK_KIND == 0 and not HAS_SEGMENTS:
@@ -584,6 +596,7 @@ def attention_bwd_dmask_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_kv_lengths,
     stride_row_stats,
     batch,
     num_heads,
@@ -617,7 +630,10 @@ def attention_bwd_dmask_kernel(
     OVER_M: tl.constexpr,
     OVER_N: tl.constexpr,
 ):
-    # OVER_X: the mask broadcasts over X, so this program sums over all of it. dmask is contiguous.
+    """dmask in the mask's own shape, [B or 1, Hq or 1, Tq or 1, Tk or 1], contiguous, one tile a program.
+
+    OVER_X: the mask broadcasts over X, so a program sums over all of it.
+    """
     pid = tl.program_id(0).to(tl.int64)
     tiles_n = 1 if OVER_N else tl.cdiv(kv_len, BLOCK_N)
     tiles_m = 1 if OVER_M else tl.cdiv(q_len, BLOCK_M)
@@ -645,7 +661,7 @@ def attention_bwd_dmask_kernel(
     for b in range(b_start, b_stop):
         length = kv_len
         if HAS_LENGTHS:
-            length = min(max(tl.load(kv_lengths_ptr + b).to(tl.int32), 0), kv_len)
+            length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
         first_seen = max(length - q_len - left, 0)
         for h in range(h_start, h_stop):
             b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
@@ -719,7 +735,7 @@ def attention_bwd_dmask_kernel(
                                 other=-1,
                             )
                         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                        p, slope, seen = probabilities(
+                        p, _, seen = probabilities(
                             s,
                             lse2[:, None],
                             rows[:, None],
@@ -797,84 +813,82 @@ def attention_backward(
     dq_tile, dkdv_tile = (
         choose_tile(name, arch, widest, itemsize, attn_mask is not None) for name in ("dq", "dkdv")
     )
-    assert dq_tile.BLOCK_M % dkdv_tile.BLOCK_M == 0, (
-        "the dq kernel writes the row statistics that the other reads"
-    )
+    assert dq_tile.BLOCK_M % dkdv_tile.BLOCK_M == 0, "the dq kernel writes the row statistics the others read"
     dq, dk, dv = heads_last(q), heads_last(k), heads_last(v)
     # two floats a row, padded so that the kernels need no row test: lse in base 2, and delta
     padded = triton.cdiv(q_len, dq_tile.BLOCK_M) * dq_tile.BLOCK_M
     lse2, delta = q.new_empty((2, batch, num_heads, padded), dtype=torch.float32)
-    masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
-    common = dict(
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths)
+    options = (scale, window_left, window_right, softcap, dropout_p)
+    key = call_key((q, k, v, *masks, dout, dlse, out), *options)
+
+    def common(tile: Tile, num_stages: int) -> dict[str, Any]:
+        return dict(
+            **strides("q", q),
+            **strides("k", k),
+            **strides("v", v),
+            **strides("dout", dout),
+            **score_arguments(q, k, v, *masks, *options),
+            stride_row_stats=padded,
+            batch=batch,
+            BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
+            num_warps=tile.num_warps,
+            num_stages=num_stages,
+        )
+
+    def dq_arguments() -> tuple[int, dict[str, Any]]:
+        return triton.cdiv(q_len, dq_tile.BLOCK_M) * batch * num_heads, dict(
+            **common(dq_tile, dq_tile.num_stages),
+            **strides("out", out),
+            **(strides("dlse", dlse) if dlse is not None else dict.fromkeys(_DLSE_STRIDES, 0)),
+            **strides("dq", dq),
+            heads_per_group=heads_per_group(k, window_right),
+            HAS_DLSE=dlse is not None,
+            SCAN=1024,
+        )
+
+    def dkdv_arguments() -> tuple[int, dict[str, Any]]:
+        return triton.cdiv(kv_len, dkdv_tile.BLOCK_N) * batch * num_kv_heads, dict(
+            **common(dkdv_tile, dkdv_tile.num_stages),
+            **strides("dk", dk),
+            **strides("dv", dv),
+            heads_per_group=heads_per_group(q, window_right),
+            SCAN=1024,
+        )
+
+    pointers = dict(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
         dout_ptr=dout,
         lse2_ptr=lse2,
         delta_ptr=delta,
-        stride_row_stats=padded,
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
-        **strides("dout", dout),
-        **score_arguments(q, k, v, *masks, scale, window_left, window_right, softcap, dropout_p),
-        batch=batch,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
+        **mask_pointers(*masks, seed),
     )
     with device_guard(q):
-        attention_bwd_dq_kernel[(triton.cdiv(q_len, dq_tile.BLOCK_M) * batch * num_heads,)](
-            **common,
-            out_ptr=out,
-            lse_ptr=lse,
-            dlse_ptr=dlse,
-            dq_ptr=dq,
-            heads_per_group=heads_per_group(k, window_right),
-            **strides("out", out),
-            **(strides("dlse", dlse) if dlse is not None else dict.fromkeys(_DLSE_STRIDES, 0)),
-            **strides("dq", dq),
-            HAS_DLSE=dlse is not None,
-            BLOCK_M=dq_tile.BLOCK_M,
-            BLOCK_N=dq_tile.BLOCK_N,
-            SCAN=1024,
-            num_warps=dq_tile.num_warps,
-            num_stages=dq_tile.num_stages,
-        )
-        attention_bwd_dkdv_kernel[(triton.cdiv(kv_len, dkdv_tile.BLOCK_N) * batch * num_kv_heads,)](
-            **common,
-            dk_ptr=dk,
-            heads_per_group=heads_per_group(q, window_right),
-            dv_ptr=dv,
-            **strides("dk", dk),
-            **strides("dv", dv),
-            BLOCK_M=dkdv_tile.BLOCK_M,
-            BLOCK_N=dkdv_tile.BLOCK_N,
-            SCAN=1024,
-            num_warps=dkdv_tile.num_warps,
-            num_stages=dkdv_tile.num_stages,
-        )
+        dq_pointers = dict(**pointers, out_ptr=out, lse_ptr=lse, dlse_ptr=dlse, dq_ptr=dq)
+        launch(attention_bwd_dq_kernel, key, dq_pointers, dq_arguments)
+        launch(attention_bwd_dkdv_kernel, key, dict(**pointers, dk_ptr=dk, dv_ptr=dv), dkdv_arguments)
         if not mask_grad or attn_mask is None:
             return dq, dk, dv, None
         dmask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
-        over = tuple(size == 1 for size in attn_mask.shape)
-        tiles = (
-            (1 if over[2] else triton.cdiv(q_len, dq_tile.BLOCK_M))
-            * (1 if over[3] else triton.cdiv(kv_len, dq_tile.BLOCK_N))
-            * attn_mask.shape[0]
-            * attn_mask.shape[1]
-        )
-        attention_bwd_dmask_kernel[(tiles,)](
-            **common,
-            dmask_ptr=dmask,
-            OVER_B=over[0],
-            OVER_H=over[1],
-            OVER_M=over[2],
-            OVER_N=over[3],
-            BLOCK_M=dq_tile.BLOCK_M,
-            BLOCK_N=dq_tile.BLOCK_N,
-            num_warps=dq_tile.num_warps,
-            num_stages=1,
-        )
+
+        def dmask_arguments() -> tuple[int, dict[str, Any]]:
+            over = tuple(size == 1 for size in attn_mask.shape)
+            tiles_m = 1 if over[2] else triton.cdiv(q_len, dq_tile.BLOCK_M)
+            tiles_n = 1 if over[3] else triton.cdiv(kv_len, dq_tile.BLOCK_N)
+            return tiles_m * tiles_n * attn_mask.shape[0] * attn_mask.shape[1], dict(
+                **common(dq_tile, num_stages=1),
+                OVER_B=over[0],
+                OVER_H=over[1],
+                OVER_M=over[2],
+                OVER_N=over[3],
+            )
+
+        launch(attention_bwd_dmask_kernel, key, dict(**pointers, dmask_ptr=dmask), dmask_arguments)
     return dq, dk, dv, dmask
 
 

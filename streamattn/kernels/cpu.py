@@ -1,10 +1,10 @@
 """PyTorch's fused CPU attention behind this package's contract: the backend ``sdpa``.
 
-Shapes and arguments as in `streamattn.reference`. The fused kernel knows full and square causal attention, a dense
-additive mask, grouped heads, and returns ``lse``; every other pattern is served by walking `BLOCK_M` queries at a time
-against the keys they can see, with the mask of that strip, so memory stays linear in the sequence. Left out on purpose,
-because the fused kernel lacks it: softcap, dropout, Dv != D (see `streamattn.dispatch`); gradients of ``lse`` and of the
-mask are the reference's.
+Shapes and arguments as in `streamattn.reference`. The fused kernel knows full and square causal attention, a
+dense additive mask, grouped heads, and returns ``lse``; every other pattern is served by walking `BLOCK_M`
+queries at a time against the keys they can see, with the mask of that strip, so memory stays linear in the
+sequence. Left out on purpose, because the fused kernel lacks it: softcap, dropout, Dv != D (see
+`streamattn.dispatch`); gradients of ``lse`` and of the mask are the reference's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _strips(
     window_left: int,
     window_right: int,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields (rows, keys, seen, bias): ``seen`` bool and ``bias`` additive, both broadcastable to [B, Hq, m, n]."""
+    """Yields (rows, keys, seen, bias): bool and additive, both broadcastable to [B, Hq, m, n]."""
     q_len, kv_len = q.shape[2], k.shape[2]
     lengths: int | Tensor = kv_len if kv_lengths is None else kv_lengths.clamp(0, kv_len).view(-1, 1, 1, 1)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -77,7 +77,7 @@ def _strips(
 
 
 def _seen_only(x: Tensor, seen: Tensor) -> Tensor:
-    """``x`` [B, Hkv, n, D] with the keys that no query of the strip sees set to 0: their NaN reaches nothing."""
+    """``x`` [B, Hkv, n, D], 0 at the keys that no query of the strip sees: their NaN reaches nothing."""
     some = seen.any(dim=2)  # [b, h, n]
     if some.shape[1] > 1:
         some = some.unflatten(1, (x.shape[1], -1)).any(dim=2)
@@ -99,7 +99,7 @@ def attention_forward(
     softcap: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` [B, Hq, Tq, D] stored [B, Tq, Hq, D], and ``lse`` [B, Hq, Tq] float32 (float64 for float64 inputs)."""
+    """``out`` [B, Hq, Tq, D] stored [B, Tq, Hq, D], ``lse`` [B, Hq, Tq] float32 (float64 for float64)."""
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, window_left, window_right):

@@ -1,11 +1,13 @@
 """Attention forward in portable Triton: NVIDIA GPUs from compute capability 8.0 on, and Triton's interpreter.
 
-One program serves BLOCK_M queries of one (batch, head), walks the tiles of keys that they can see, and keeps the online
-softmax's maximum, denominator and accumulator in registers (see `streamattn.reference` for the algorithm). Tiles that
-every query sees whole skip the visibility test. q, k, v [B, H, T, D] with any strides but a unit last one; ``out`` is
-stored [B, Tq, Hq, Dv]; ``lse`` [B, Hq, Tq] float32. Left out on purpose: float64, head_dim above 256, empty tensors (the
-dispatcher never sends them).
+One program serves BLOCK_M queries of one (batch, head), walks the tiles of keys that they can see, and keeps
+the online softmax's maximum, denominator and accumulator in registers (see `streamattn.reference` for the
+algorithm). Tiles that every query sees whole skip the visibility test. q, k, v [B, H, T, D] with any strides
+but a unit last one; ``out`` is stored [B, Tq, Hq, Dv]; ``lse`` [B, Hq, Tq] float32. Left out on purpose:
+float64, head_dim above 256, empty tensors (the dispatcher never sends them).
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,8 +17,11 @@ from torch import Tensor
 from streamattn.kernels.launch import (
     UNSPECIALIZED,
     architecture_of,
+    call_key,
     device_guard,
     heads_per_group,
+    launch,
+    mask_pointers,
     score_arguments,
     strides,
 )
@@ -38,8 +43,8 @@ from streamattn.kernels.primitives import (
 )
 from streamattn.kernels.tiles import choose_tile
 
-# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where all are
-# visible, and the other edge
+# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
+# all are visible, and the other edge
 INSIDE = tl.constexpr(1)
 
 
@@ -75,6 +80,7 @@ def attention_fwd_kernel(
     stride_q_segments_t,
     stride_kv_segments_b,
     stride_kv_segments_t,
+    stride_kv_lengths,
     heads_per_group,
     batch,
     num_heads,
@@ -105,6 +111,7 @@ def attention_fwd_kernel(
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
 ):
+    """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     tile_m, head = schedule(tl.program_id(0), num_tiles, batch * num_heads, heads_per_group)
     tile_m = num_tiles - 1 - tile_m  # under a causal mask late queries see most
@@ -125,7 +132,7 @@ def attention_fwd_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b).to(tl.int32), 0), kv_len)
+        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
     left = window_left if HAS_LEFT else 1073741824
     right = window_right if HAS_RIGHT else 1073741824
     i_last = min(i_first + BLOCK_M, q_len) - 1
@@ -142,7 +149,8 @@ def attention_fwd_kernel(
         start, stop = segment_span(kv_segments_ptr, stride_kv_segments_t, low, high, start, stop, SCAN)
     start = start // BLOCK_N * BLOCK_N
 
-    # [start, left_end) and [full_end, stop) need the visibility test, [left_end, full_end) is seen by every query
+    # [start, left_end) and [full_end, stop) need the visibility test, [left_end, full_end) is seen by every
+    # query
     if MASK_KIND == 0 and not HAS_SEGMENTS:
         full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
         left_end = start
@@ -248,25 +256,20 @@ def attention_forward(
     """``(out, lse)``; arguments as in `streamattn.ops`."""
     batch, num_heads, q_len, head_dim = q.shape
     head_dim_v = v.shape[-1]
-    tile = choose_tile(
-        "forward", architecture_of(q), max(head_dim, head_dim_v), q.element_size(), attn_mask is not None
-    )
     out = q.new_empty((batch, q_len, num_heads, head_dim_v)).transpose(1, 2)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
-    masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
-    grid = (triton.cdiv(q_len, tile.BLOCK_M) * batch * num_heads,)
-    with device_guard(q):
-        attention_fwd_kernel[grid](
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            out_ptr=out,
-            lse_ptr=lse,
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths)
+    options = (scale, window_left, window_right, softcap, dropout_p)
+
+    def arguments() -> tuple[int, dict[str, Any]]:
+        widest = max(head_dim, head_dim_v)
+        tile = choose_tile("forward", architecture_of(q), widest, q.element_size(), attn_mask is not None)
+        return triton.cdiv(q_len, tile.BLOCK_M) * batch * num_heads, dict(
             **strides("q", q),
             **strides("k", k),
             **strides("v", v),
             **strides("out", out),
-            **score_arguments(q, k, v, *masks, scale, window_left, window_right, softcap, dropout_p),
+            **score_arguments(q, k, v, *masks, *options),
             heads_per_group=heads_per_group(k, window_right),
             batch=batch,
             BLOCK_M=tile.BLOCK_M,
@@ -277,4 +280,8 @@ def attention_forward(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+
+    pointers = dict(q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, lse_ptr=lse, **mask_pointers(*masks, seed))
+    with device_guard(q):
+        launch(attention_fwd_kernel, call_key((q, k, v, *masks), *options), pointers, arguments)
     return out, lse

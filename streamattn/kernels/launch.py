@@ -1,12 +1,16 @@
-"""What every launcher of a Triton kernel needs: the masks and scores of a call as kernel arguments, device, precision.
+"""What every launcher of a Triton kernel needs: device, arguments about scores and masks, and a short launch.
 
-Each kernel names these arguments alike, so that a launcher passes ``**score_arguments(...)`` beside its own tensors.
+Each kernel names these arguments alike, so that a launcher passes ``**mask_pointers(...)`` and
+``**score_arguments(...)`` beside its own. Triton's own way through 60 arguments costs some 300 microseconds
+of host time a launch; `launch` takes it once for each set of shapes, strides and options, and from then on
+calls the compiled kernel with new pointers alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +24,13 @@ NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     """Makes x's GPU the current one: Triton launches on the current device, whatever the pointers say."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def architecture_of(x: Tensor) -> Architecture:
+    """The row family of x's device."""
     return architecture(torch.cuda.get_device_capability(x.device) if x.is_cuda else None)
 
 
@@ -34,9 +41,10 @@ def heads_last(x: Tensor) -> Tensor:
 
 
 def heads_per_group(x: Tensor, window_right: int) -> int:
-    """How many heads start side by side (see `primitives.schedule`), where each program reads all rows of a head of x.
+    """How many heads start side by side (see `primitives.schedule`).
 
-    Without a right limit all tiles are alike and one head after the other is best for the cache.
+    Each program reads all rows of a head of x, and those of a group are to stay in the cache. Without a right
+    limit all tiles are alike and one head after the other is best for the cache.
     """
     if window_right == UNBOUNDED:
         return 1
@@ -48,6 +56,79 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
     return dict(zip((f"stride_{name}_b", f"stride_{name}_h", f"stride_{name}_t"), x.stride(), strict=False))
 
 
+class _Plan(NamedTuple):
+    compiled: Any  # triton.compiler.CompiledKernel
+    grid: tuple[int, int, int]
+    arguments: list[Any]  # of all parameters in order, tensors missing
+    slots: list[int]  # where the tensors go
+
+
+_plans: dict[Hashable, _Plan] = {}
+_MAX_PLANS = 4096
+
+
+def launch(
+    kernel: Any,
+    key: Hashable,
+    pointers: dict[str, Tensor | None],
+    arguments: Callable[[], tuple[int, dict[str, Any]]],
+) -> None:
+    """Launches a kernel on the current device.
+
+    Args:
+        kernel: a jitted function.
+        key: determines all that ``arguments`` returns, with the kernel, the device and the tensors' alignment.
+        pointers: the kernel's tensors by parameter name, in a fixed order; None where a feature is off.
+        arguments: returns the number of programs, and the other parameters with the launch options.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in pointers.values())
+    full_key = (kernel.__name__, device, aligned, key)
+    plan = _plans.get(full_key)
+    if plan is not None:
+        values = plan.arguments.copy()
+        for slot, x in zip(plan.slots, pointers.values(), strict=True):
+            values[slot] = x
+        plan.compiled[plan.grid](*values)
+        return
+    programs, others = arguments()
+    grid = (programs, 1, 1)
+    compiled = kernel[grid](**pointers, **others, enable_fp_fusion=True)
+    if compiled is None:
+        return  # the interpreter compiles nothing
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    names = kernel.arg_names
+    _plans[full_key] = _Plan(
+        compiled, grid, [others.get(name) for name in names], [names.index(name) for name in pointers]
+    )
+
+
+def call_key(tensors: tuple[Tensor | None, ...], *options: float) -> Hashable:
+    """Shapes, strides and dtypes of a call's tensors, its options, and the precision of float32 products."""
+    layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    return layouts, options, torch.get_float32_matmul_precision()
+
+
+def mask_pointers(
+    attn_mask: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """The tensors about visibility and dropout, by parameter name."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.view(torch.uint8)
+    return dict(
+        mask_ptr=attn_mask,
+        q_segments_ptr=q_segments,
+        kv_segments_ptr=kv_segments,
+        kv_lengths_ptr=kv_lengths,
+        seed_ptr=seed,
+    )
+
+
 def score_arguments(
     q: Tensor,
     k: Tensor,
@@ -56,7 +137,6 @@ def score_arguments(
     q_segments: Tensor | None,
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
-    seed: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -82,21 +162,15 @@ def score_arguments(
     )
     precision = "tf32" if torch.get_float32_matmul_precision() != "highest" else "tf32x3"
     return dict(
-        mask_ptr=attn_mask.view(torch.uint8)
-        if attn_mask is not None and mask_kind == BOOL_MASK
-        else attn_mask,
         stride_mask_b=mask_strides[0],
         stride_mask_h=mask_strides[1],
         stride_mask_m=mask_strides[2],
         stride_mask_n=mask_strides[3],
-        q_segments_ptr=q_segments,
-        kv_segments_ptr=kv_segments,
         stride_q_segments_b=0 if q_segments is None else q_segments.stride(0),
         stride_q_segments_t=0 if q_segments is None else q_segments.stride(1),
         stride_kv_segments_b=0 if kv_segments is None else kv_segments.stride(0),
         stride_kv_segments_t=0 if kv_segments is None else kv_segments.stride(1),
-        kv_lengths_ptr=kv_lengths,
-        seed_ptr=seed,
+        stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
         num_heads=q.shape[1],
         group=q.shape[1] // k.shape[1],
         q_len=q_len,

@@ -1,7 +1,7 @@
 """Jitted steps that the kernels share, with the names of the mathematics.
 
-The visibility rule and its spans are the very functions of `streamattn.pattern`, jitted. Scores are kept in base 2:
-``exp(x) = exp2(x * LOG2E)``, one instruction on the GPU.
+The visibility rule and its spans are the very functions of `streamattn.pattern`, jitted. Scores are kept in
+base 2: ``exp(x) = exp2(x * LOG2E)``, one instruction on the GPU.
 """
 
 import types
@@ -34,8 +34,9 @@ q_span_full = _jit(pattern.q_span_full)
 def schedule(pid, num_tiles, num_heads, heads_per_group):
     """(tile, head) of a program, tiles counted in the order in which they start, heads over the whole batch.
 
-    Groups of heads follow one another, so that a group's keys stay in the cache; within a group the same tile of all
-    its heads starts together, so that with the longest tiles first the short ones fill the gaps at the end.
+    Groups of heads follow one another, so that a group's keys stay in the cache; within a group the same tile
+    of all its heads starts together, so that with the longest tiles first the short ones fill the gaps at the
+    end.
     """
     group = pid // (num_tiles * heads_per_group)
     first_head = group * heads_per_group
@@ -55,7 +56,7 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):
-    """[rows, BLOCK_D] of a matrix with unit column stride; rows outside row_mask and columns past HEAD_DIM are 0."""
+    """[rows, BLOCK_D] of a matrix with unit column stride; 0 outside row_mask and past HEAD_DIM."""
     ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
     if ALL_ROWS:
         if HEAD_DIM == BLOCK_D:
@@ -75,8 +76,10 @@ def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constex
 
 @triton.jit
 def dot_add(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so
-    there each tile's product starts at 0 and is added to acc with rounding.
+    """acc + a @ b.
+
+    Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so there
+    each tile's product starts at 0 and is added to acc with rounding.
     """
     if PRECISION == "tf32x3":
         # the unused limit keeps the compiler from folding the addition back into the product
@@ -86,7 +89,7 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh to float32 accuracy: (1 - e) / (1 + e) with e = exp(-2 |x|), a polynomial where that would cancel."""
+    """tanh to float32 accuracy: (1 - e) / (1 + e), e = exp(-2 |x|), a polynomial where that would cancel."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * LOG2E))
     large = (1.0 - e) / (1.0 + e)
@@ -103,9 +106,9 @@ def tanh(x):
 def online_softmax_update(s, m, l, score_scale, GUARD: tl.constexpr):
     """One tile of the online softmax in base 2.
 
-    s [M, N] scores to be multiplied by score_scale > 0; m [M] running maximum and l [M] running denominator of the
-    scaled scores. GUARD where a row may have seen nothing yet (its maximum stays -inf).
-    Returns (p [M, N], rescale [M], m, l).
+    s [M, N] scores to be multiplied by score_scale > 0; m [M] running maximum and l [M] running denominator
+    of the scaled scores. GUARD where a row may have seen nothing yet (its maximum stays -inf). Returns (p [M,
+    N], rescale [M], m, l).
     """
     m_new = tl.maximum(m, tl.max(s, 1) * score_scale)
     base = m_new
@@ -118,10 +121,11 @@ def online_softmax_update(s, m, l, score_scale, GUARD: tl.constexpr):
 
 @triton.jit
 def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Dropout's bool [BLOCK_M, BLOCK_N], True = kept, for queries `rows` and keys n_start.. (a multiple of BLOCK_N).
+    """Dropout's bool [BLOCK_M, BLOCK_N], True = kept, for queries `rows` and keys from n_start on.
 
-    The mapping is that of `streamattn.reference.keep_mask`: Philox counters (row, call, head, 0); within 64 keys call c
-    of 0..3 serves keys 8 t + 2 c + e by its byte 2 t + e, which is byte 2 (t % 2) + e of word t / 2.
+    n_start is a multiple of BLOCK_N. The mapping is that of `streamattn.reference.keep_mask`: Philox counters
+    (row, call, head, 0); within 64 keys call c of 0..3 serves keys 8 t + 2 c + e by its byte 2 t + e, which
+    is byte 2 (t % 2) + e of word t / 2.
     """
     CALLS: tl.constexpr = 4 * ((BLOCK_N + 63) // 64)
     calls = (n_start // 64) * 4 + tl.arange(0, CALLS)
@@ -147,7 +151,7 @@ def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def segment_span(segments_ptr, stride, low, high, start, stop, SCAN: tl.constexpr):
-    """Narrows [start, stop) to the positions whose segment lies in low..high; (a position, 0) where none does."""
+    """Narrows [start, stop) to positions whose segment lies in low..high; (a position, 0) if none does."""
     stop = max(stop, 0)
     first = stop
     last = 0

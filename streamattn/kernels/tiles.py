@@ -1,7 +1,8 @@
-"""Launch parameters as data: what tile a kernel takes for a pass, an architecture, a head dimension and a dtype.
+"""Launch parameters as data: the tile of a pass, an architecture, a head dimension and an element size.
 
-``BLOCK_M`` is the number of queries of a tile, ``BLOCK_N`` the number of keys (an older name of it is TILE_K). The tables
-are pinned: no run tunes, so ranks and runs agree, and lengths never change a tile, so they never recompile.
+``BLOCK_M`` is the number of queries of a tile, ``BLOCK_N`` the number of keys (an older name of it is
+TILE_K). The tables are pinned: no run tunes, so ranks and runs agree, and lengths never change a tile, so
+they never recompile.
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
     return "sm_80" if capability[0] == 8 else "sm_90"
 
 
-# (pass, architecture, bytes an element) -> {head dimension up to: tile}; head dimension = the larger of q's and v's,
-# rounded up to a power of two
+# (pass, architecture, bytes an element) -> {head dimension up to: tile}; head dimension = the larger of q's
+# and v's, rounded up to a power of two
 _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
     ("forward", "sm_90", 2): {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
     ("dq", "sm_90", 2): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
@@ -70,7 +71,8 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, de
         arch: see `architecture`.
         head_dim: the larger of q's and v's head dimension, at most 256.
         itemsize: bytes of an element of q: 2 or 4.
-        dense_mask: whether an ``attn_mask`` is read: its tiles take shared memory too, so tile and pipeline shrink.
+        dense_mask: whether an ``attn_mask`` is read: its tiles take shared memory too, so tile and pipeline
+        shrink.
     """
     if arch == "interpreter":
         return _INTERPRETED
