@@ -65,20 +65,21 @@ def provide(name: str, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tenso
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median time of a call on the GPU, after warm-up, the second-level cache cleared before each."""
+    """Median time of a call on the GPU, after warm-up, the second-level cache cleared before each.
+
+    Calls are queued without waiting for one another, so the host's time shows only where it is the longer.
+    """
     scratch = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     for _ in range(3):
         call()
-    times = []
-    for _ in range(repeats):
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in pairs:
         scratch.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def check(

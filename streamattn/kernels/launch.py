@@ -77,7 +77,7 @@ def launch(
 
     Args:
         kernel: a jitted function.
-        key: determines all that ``arguments`` returns, with the kernel, the device and the tensors' alignment.
+        key: determines, with kernel, device and the tensors' alignment, all that ``arguments`` returns.
         pointers: the kernel's tensors by parameter name, in a fixed order; None where a feature is off.
         arguments: returns the number of programs, and the other parameters with the launch options.
     """

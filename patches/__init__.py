@@ -1,0 +1,200 @@
+"""One line rewires a model: `patch_model` puts the attention layers it knows on `streamattn.attention`.
+
+Contract. A layer changes sides by its ``__class__`` alone: it becomes an instance of an importable subclass
+(`registry.REPLACEMENTS`) with the same parameters, buffers, hooks and configuration. So state-dict keys,
+saving and loading, deepcopy, pickling, adapters and parallel wrappers are untouched, other models and the
+classes themselves too, and `set_attn_implementation` has nothing to undo. The module that makes the layers'
+masks may get one forward pre-hook. A report is read off the model, not remembered.
+
+Left out on purpose: patching classes before a model is built, and patching at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from patches.registry import REPLACEMENTS, is_patched, listed_class, path_of, replacement_for
+
+__all__ = ["PatchReport", "patch_model", "patch_report", "unpatch_model"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Where a bound `forward` can outlive a change of class: accelerate's hooks keep the original under the second
+# name.
+_BOUND_FORWARDS = ("forward", "_old_forward")
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Which attention layers of a model run on StreamAttn.
+
+    Attributes:
+        patched: Name of the layer, as in `model.named_modules()` -> its class.
+        skipped: Name of the layer -> the reason why it is not patched.
+    """
+
+    patched: dict[str, str]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.patched)} attention layers patched, {len(self.skipped)} not"]
+        lines += [f"  {name}: {cls}" for name, cls in self.patched.items()]
+        lines += [f"  {name}: not patched, {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def patch_model(
+    model: Model, *, strict: bool = True, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> Model:
+    """Put a model's attention layers on `streamattn.attention`, in place.
+
+    Idempotent; undone by `unpatch_model`. Looks through wrappers (adapters, DDP, FSDP, torch.compile). Shard
+    with FSDP2's `fully_shard` and parametrize after patching, since both give the layer a class of their own.
+
+    Args:
+        model: Any module that contains attention layers.
+        strict: True (default): if one selected layer can't be served, raise and leave the model unchanged.
+        False: leave
+            such layers alone; `patch_report` says why.
+        filter_fn: ``filter_fn(module, name) -> bool`` selects the layers, named as in
+        `model.named_modules()`;
+            default all.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: Nothing to patch was found, or, when strict, a selected layer can't be served.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model expected a torch.nn.Module, got {type(model).__name__}")
+    swaps: list[tuple[nn.Module, type]] = []
+    refused: dict[str, str] = {}
+    matched = False
+    for name, layer in _attention_layers(model):
+        if filter_fn is not None and not filter_fn(layer, name):
+            continue
+        if is_patched(layer):
+            matched = True
+        elif (reason := _unsupported(layer)) is not None:
+            refused[name] = reason
+        else:
+            matched = True
+            swaps.append((layer, replacement_for(type(layer))))
+    if refused and (strict or not matched):
+        listing = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        raise ValueError(
+            f"these attention layers of {type(model).__name__} can't be patched:{listing}\n"
+            "leave them out with filter_fn, or pass strict=False to patch the others if there are any"
+        )
+    if not matched:
+        raise ValueError(
+            f"no attention layer to patch in {type(model).__name__}"
+            + ("" if filter_fn is None else " among those that filter_fn selects")
+            + f"; known classes: {', '.join(path.split(':')[1] for path in REPLACEMENTS)}"
+        )
+    for layer, replacement in swaps:
+        _change_class(layer, replacement)
+    for hook, owner in _hook_owners(model):
+        if hook not in owner._forward_pre_hooks.values():
+            owner.register_forward_pre_hook(hook, with_kwargs=True)
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Give every patched attention layer its original class back, in place.
+
+    Args:
+        model: A module, patched or not.
+
+    Returns:
+        The same object.
+    """
+    for hook, owner in list(_hook_owners(model)):
+        for key in [key for key, other in owner._forward_pre_hooks.items() if other is hook]:
+            del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
+    for _, layer in _attention_layers(model):
+        if is_patched(layer):
+            _change_class(layer, listed_class(layer))
+    return model
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """Which attention layers of a model are patched, and why the others are not.
+
+    Args:
+        model: A module, patched or not.
+
+    Returns:
+        The report; printed, it lists every attention layer.
+    """
+    patched, skipped = {}, {}
+    for name, layer in _attention_layers(model):
+        if is_patched(layer):
+            patched[name] = type(layer).__name__
+        else:
+            skipped[name] = _unsupported(layer) or "patch_model was not called for it"
+    return PatchReport(patched, skipped)
+
+
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer of a listed class, and every other innermost module that calls itself attention."""
+    named = list(model.named_modules())
+    candidates = {
+        name: layer
+        for name, layer in named
+        if listed_class(layer) is not None or _is_foreign_attention(layer)
+    }
+    for name, layer in candidates.items():
+        inner = any(other.startswith(f"{name}." if name else "") and other != name for other in candidates)
+        if listed_class(layer) is not None or not inner:
+            yield name, layer
+
+
+def _is_foreign_attention(layer: nn.Module) -> bool:
+    cls = type(layer)
+    return cls.__name__.endswith("Attention") and cls.__module__.split(".")[0] != "streamattn"
+
+
+def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """The modules that prepare the arguments of a model's patched layers, each with the hook meant for it."""
+    patched: set[Any] = {type(layer) for _, layer in _attention_layers(model) if is_patched(layer)}
+    for cls, hook in {
+        replacement.model_hook for replacement in patched if hasattr(replacement, "model_hook")
+    }:
+        yield from ((hook, module) for module in model.modules() if isinstance(module, cls))
+
+
+def _unsupported(layer: nn.Module) -> str | None:
+    """The reason why an unpatched attention layer can't be patched, or None if it can."""
+    original = listed_class(layer)
+    if original is None:
+        return f"there is no patch for {path_of(type(layer))}"
+    if original is not type(layer):
+        return (
+            f"{path_of(type(layer))} is a subclass of {original.__name__}, which may compute something else; "
+            "patch before wrapping the layer"
+        )
+    if "forward" in layer.__dict__ and not any(_is_bound(layer, name, original) for name in _BOUND_FORWARDS):
+        return "its forward has been replaced on the instance, so that a change of class would have no effect"
+    return replacement_for(original).unsupported(layer)
+
+
+def _is_bound(layer: nn.Module, attribute: str, cls: Any) -> bool:
+    """Whether the instance itself holds `cls.forward`, bound, under `attribute`."""
+    bound = layer.__dict__.get(attribute)
+    return isinstance(bound, MethodType) and bound.__func__ is cls.forward
+
+
+def _change_class(layer: nn.Module, new: Any) -> None:
+    old = type(layer)
+    for attribute in _BOUND_FORWARDS:
+        if _is_bound(layer, attribute, old):
+            layer.__dict__[attribute] = MethodType(new.forward, layer)
+    layer.__class__ = new

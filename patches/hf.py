@@ -1,0 +1,314 @@
+"""What a HuggingFace model hands to its attention layers, brought into `streamattn.attention`'s terms.
+
+Contract. The mask that arrives depends on the model's configuration, which the patches leave alone: none,
+bool or floating 4-D (sdpa and eager), 2-D (flash). All of them are taken, broadcast dimensions stay
+unmaterialised, and self-attention is causal whatever the mask says. The cache may be a tuple of tensors,
+dynamic, or static; of a static one only the filled part is seen. What differs between releases is told from
+signatures, never from a version number.
+
+Where every layer of a model is patched, `slim_mask` spares it the [B, 1, Tq, Tk] mask that HuggingFace makes
+(when compiling, always): the layers know causality themselves, so padding travels as [B, 1, 1, Tk] and packed
+documents as segment ids.
+
+Layout. q, k, v are [B, H, T, D] views of the projections' outputs.
+
+Left out on purpose: paged caches of continuous batching and flex attention's block masks, both with an error
+that says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, StaticCache
+
+from patches.registry import is_patched
+from streamattn.functional import attention
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # older releases tell the layers by an argument instead
+    _active_collector = None
+
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Every name that HuggingFace has given to a layer's cache argument, newest first."""
+
+_NO_MASK = (1, 1, 1, 1)
+"""Shape of the mask that stands for none: 4-D, so that a model hands it on as it is."""
+
+_MASKS_PASS_UNCHANGED = find_spec("transformers.masking_utils") is not None
+"""Whether models hand 4-D masks on to their layers as they are."""
+
+_UPDATE_TAKES_POSITIONS = "cache_kwargs" in inspect.signature(Cache.update).parameters
+
+
+def unsupported(layer: nn.Module, forward: Callable[..., Any], *names: str) -> str | None:
+    """The reason why a patch can't stand in for a layer, or None.
+
+    Args:
+        layer: The layer, whose configuration may ask for what patches don't do.
+        forward: The `forward` of its class.
+        *names: Arguments that the patch relies on, besides a cache.
+    """
+    if getattr(layer.config, "is_causal", True) is False:
+        return "config.is_causal is False, and patched self-attention is causal"
+    parameters = inspect.signature(forward).parameters
+    missing = [name for name in names if name not in parameters]
+    if not any(name in parameters for name in CACHE_NAMES):
+        missing.append(" or ".join(CACHE_NAMES))
+    if not missing:
+        return None
+    return f"this release of transformers calls the layer differently: no argument {', '.join(missing)}"
+
+
+def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments of a layer's `forward` that may come by position, without self."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in positional)[1:]
+
+
+def cache_of(arguments: dict[str, Any]) -> Any:
+    """The cache among a layer's arguments, under whichever of its names; None if there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def update_cache(
+    cache: Any,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: Any,
+    cache_position: Tensor | None = None,
+    **rope: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | int | None]:
+    """Append this call's keys and values to a layer's cache.
+
+    Args:
+        cache: A `transformers.Cache` of self-attention; neither None nor an `EncoderDecoderCache`.
+        k: New keys [B, Hkv, T, D].
+        v: New values [B, Hkv, T, Dv].
+        layer_idx: The layer's place in the cache, an int.
+        cache_position: int64 [T], places of the new tokens, where the release passes it.
+        **rope: ``sin`` and ``cos``, which some caches of older releases want.
+
+    Returns:
+        ``(k, v, filled)``: all keys and values of the cache, and how many of them hold tokens: an int or an
+        int64 scalar tensor for a static cache, None if every one does.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"expected a transformers.Cache, got {type(cache).__name__}, which a patched layer can't read; "
+            "unpatch_model(model) before continuous batching or a custom cache"
+        )
+    k = k.to(v.dtype)  # a cache takes the dtype of the first keys for both
+    filled = None
+    if isinstance(cache, StaticCache):
+        # Read before the update, which counts in place.
+        if cache_position is not None:
+            filled = cache_position[-1] + 1
+        else:
+            filled = cache.get_seq_length(layer_idx) + k.shape[2]
+        if isinstance(filled, Tensor) and filled.device.type == "cpu" and not torch.compiler.is_compiling():
+            filled = int(filled)  # no device to wait for, and a slice is cheaper than a length
+    if _UPDATE_TAKES_POSITIONS:
+        k, v = cache.update(k, v, layer_idx, {"cache_position": cache_position, **rope})
+    else:
+        k, v = cache.update(k, v, layer_idx)
+    return k, v, filled
+
+
+def slim_mask(
+    layers: Iterable[Any], names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What a forward pre-hook of a decoder returns: its arguments with a slim attention mask, or None.
+
+    Causality is left to the layers. Documents packed into a row are told by positions that start again.
+    HuggingFace tells them so too, but not with a cache or a mask of ones, and takes a gap in the positions
+    for a start; here a gap is none, since training on stretched positions makes gaps.
+
+    Args:
+        layers: The decoder's self-attention layers; one that is not patched would need the whole mask.
+        names: Names of the decoder's arguments, in order.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+
+    Raises:
+        ValueError: Packed documents in a release that can't keep them apart.
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    cache = cache_of(given)
+    cache = getattr(cache, "self_attention_cache", cache)
+    readable = not (torch.compiler.is_compiling() or _capturing())
+    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or isinstance(
+        cache, StaticCache
+    ):
+        return None
+    if positions is not None and (positions.dim() != 2 or not readable):
+        return None
+    if not all(is_patched(layer) for layer in layers):
+        return None
+    if mask is not None and readable and bool(mask.all()):
+        mask = None
+    slim = None if mask is None else mask[:, None, None, :].bool()
+    fresh = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
+    if slim is None and positions is not None and fresh:
+        starts = positions.diff(dim=-1) <= 0
+        if bool(starts.any()):
+            if not _MASKS_PASS_UNCHANGED:
+                raise ValueError(
+                    "position_ids start again within a row, which means packed documents; this release of "
+                    "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
+                )
+            slim = F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)[:, None, None, :]
+    if not _MASKS_PASS_UNCHANGED:
+        return None
+    if slim is None:
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        slim = torch.ones(_NO_MASK, dtype=torch.bool, device=None if tokens is None else tokens.device)
+    return (), {**given, "attention_mask": slim}
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, so that no value may be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Any,
+    scale: float,
+    dropout_p: float = 0.0,
+    filled: Tensor | int | None = None,
+    cu_seqlens: Tensor | None = None,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`streamattn.attention` on what a HuggingFace layer holds.
+
+    Args:
+        q: [B, Hq, Tq, D]; cast to v's dtype, as is k (QK-norm and autocast leave them in float32).
+        k: [B, Hkv, Tk, D].
+        v: [B, Hkv, Tk, Dv].
+        causal: Whether a query sees only keys up to its own place; on top of `mask`.
+        mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or
+        int32
+            [B, 1, 1, T], the documents of a packed row.
+        scale: Factor of the scores.
+        dropout_p: Probability of dropping a weight.
+        filled: Number of keys that hold tokens, this call's included; None = all.
+        cu_seqlens: int [N + 1], bounds of the documents of a packed row, as `DataCollatorWithFlattening`
+        gives them.
+        need_weights: Whether to compute the attention weights.
+
+    Returns:
+        ``(out, weights)``: out [B, Hq, Tq, Dv]; weights [B, Hq, Tq, Tk], before dropout, or None.
+    """
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    kv_lengths = None
+    if isinstance(filled, int):
+        k, v = k[:, :, :filled], v[:, :, :filled]
+    elif filled is not None:
+        kv_lengths = filled.expand(q.shape[0])
+    segment_ids = None
+    if isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4:
+        segment_ids, mask = mask[:, 0, 0].expand(q.shape[0], -1), None
+    attn_mask = _as_attn_mask(mask, k.shape[2])
+    if cu_seqlens is not None and q.shape[2] == k.shape[2]:
+        places = torch.arange(q.shape[2], device=q.device, dtype=cu_seqlens.dtype)
+        segment_ids = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).expand(
+            q.shape[0], -1
+        )
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": scale,
+        "attn_mask": attn_mask,
+        "segment_ids": segment_ids,
+        "kv_lengths": kv_lengths,
+        "dropout_p": dropout_p,
+    }
+    if not need_weights:
+        return attention(q, k, v, **options), None
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    seen = _visible(q, k, causal, kv_lengths, segment_ids)
+    return out, _weights(q, k, lse, attn_mask, seen, scale)
+
+
+def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
+    """`mask` as `attention` takes it, over exactly `kv_len` keys; stride-0 dimensions stay."""
+    if mask is None or (isinstance(mask, Tensor) and mask.shape == _NO_MASK):
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        what = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"attention_mask must reach a patched layer as None, [B, Tk] or [B, 1, Tq, Tk], got {what}; "
+            "load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    if mask.dim() == 2:
+        mask = mask[:, None, None, :].bool()
+    if mask.dtype == torch.bool and 1 < mask.shape[3] < kv_len:
+        mask = F.pad(mask, (0, kv_len - mask.shape[3]), value=False)
+    # Masks may be as long as a static cache while only its filled part is attended to.
+    return mask[..., :kv_len]
+
+
+def _visible(
+    q: Tensor, k: Tensor, causal: bool, kv_lengths: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """Which keys the geometry shows, bool, broadcastable to [B, 1, Tq, Tk]."""
+    q_len, kv_len = q.shape[2], k.shape[2]
+    i = torch.arange(q_len, device=q.device).unsqueeze(1)
+    j = torch.arange(kv_len, device=q.device)
+    length = kv_len if kv_lengths is None else kv_lengths[:, None, None, None]
+    seen = j < length
+    if causal:
+        seen = seen & (j <= i + length - q_len)
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return seen
+
+
+def _weights(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, seen: Tensor, scale: float) -> Tensor:
+    """The weights behind an output, ``exp(scale q k^T + mask - lse)``, [B, Hq, Tq, Tk] in q's dtype.
+
+    Differentiable in q, k, the mask and `lse`, whose own gradient is the normalisation's part.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = q.to(lse.dtype).unflatten(1, (k.shape[1], -1))
+        scores = (grouped @ k.to(lse.dtype).mT.unsqueeze(2)).flatten(1, 2) * scale
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask
+        elif mask is not None:
+            seen = seen & (mask > torch.finfo(mask.dtype).min / 2)
+            scores = scores + mask
+        scores = scores.masked_fill(~seen, -torch.inf)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a query that sees nothing: exp(-inf - 0) = 0
+        return torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
+
+
+def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str = "attentions") -> bool:
+    """Whether this call's attention weights will be looked at, however the release says so.
+
+    Args:
+        layer: The attention layer.
+        arguments: Its keyword arguments: ``output_attentions`` decides where it is given.
+        key: The model output that collects them, "attentions" or "cross_attentions".
+    """
+    if arguments.get("output_attentions") or getattr(layer.config, "output_attentions", False):
+        return True
+    if isinstance(layer.__dict__.get("forward"), FunctionType):
+        return True  # the release records by wrapping `forward` for the time of the call
+    if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
+        return False  # a context variable set outside can't be read while compiling
+    return key in (_active_collector.get() or ())

@@ -1,0 +1,87 @@
+"""OLMo-2's attention layer on `streamattn.attention`.
+
+Contract: outputs and gradients of the eager layer. The norms of q and k act over the full projection, before
+the heads are split. The rotary function is looked up in the model's module at every call, since other
+libraries replace it there; projections and norms are called as modules, since adapters wrap them.
+
+Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
+
+Left out on purpose: nothing that the eager layer does. Queries that see no key (padding) give 0 where eager
+gives the mean of the values; nobody reads those rows. Attention weights, when asked for, are those before
+dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Model
+
+from patches import hf
+
+_ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
+_MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
+
+
+def slim_mask(model: Olmo2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a model with patched layers: see `hf.slim_mask`. Blocks may have been exchanged."""
+    return hf.slim_mask(
+        (getattr(layer, "self_attn", None) for layer in model.layers), _MODEL_ARGUMENTS, args, kwargs
+    )
+
+
+class StreamOlmo2Attention(Olmo2Attention):
+    """`Olmo2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
+
+    model_hook = (Olmo2Model, slim_mask)
+
+    @staticmethod
+    def unsupported(module: Olmo2Attention) -> str | None:
+        """The reason why `module` can't be served, or None."""
+        return hf.unsupported(module, Olmo2Attention.forward, "position_embeddings", "attention_mask")
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output; arguments and results as `Olmo2Attention.forward` of the installed release.
+
+        Args:
+            hidden_states: [B, Tq, E].
+            *args: The other arguments by position.
+            **kwargs: The other arguments by name: `position_embeddings` (cos, sin), each [B, Tq, D];
+                `attention_mask` in any form HuggingFace makes.
+
+        Returns:
+            ``(out [B, Tq, E], weights [B, Hq, Tq, Tk] or None)``.
+
+        Raises:
+            ValueError: A cache or mask of a kind that can't be read, with what to pass instead.
+        """
+        kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
+        q = self._heads(self.q_norm(self.q_proj(hidden_states)))
+        k = self._heads(self.k_norm(self.k_proj(hidden_states)))
+        v = self._heads(self.v_proj(hidden_states))
+        cos, sin = kwargs["position_embeddings"]
+        q, k = modeling_olmo2.apply_rotary_pos_emb(q, k, cos, sin)
+
+        cache, filled = hf.cache_of(kwargs), None
+        if cache is not None:
+            position = kwargs.get("cache_position")
+            k, v, filled = hf.update_cache(cache, k, v, self.layer_idx, position, sin=sin, cos=cos)
+        out, weights = hf.attend(
+            q,
+            k,
+            v,
+            causal=True,
+            mask=kwargs.get("attention_mask"),
+            scale=self.scaling,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            filled=filled,
+            cu_seqlens=kwargs.get("cu_seq_lens_q"),
+            need_weights=hf.weights_wanted(self, kwargs),
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _heads(self, states: Tensor) -> Tensor:
+        """[B, T, H * D] -> [B, H, T, D], a view."""
+        return states.unflatten(2, (-1, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,37 @@
+"""The command line: ``streamattn info`` and ``streamattn finetune``; it only finds the command's own module.
+
+A command's module is imported when it is called, so that ``info`` works where transformers doesn't.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+_COMMANDS = {
+    "info": "versions, devices, and which backends can be used here",
+    "finetune": "train a causal language model: streamattn finetune configs/<name>.yaml [--key value ...]",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the command and its arguments; None = those of the process.
+
+    Returns:
+        The exit status: 0, or 2 where the command line is wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in _COMMANDS:
+        return import_module(f"streamattn.{arguments[0]}").main(arguments[1:])
+    asked_for_help = bool(arguments) and arguments[0] in ("-h", "--help")
+    stream = sys.stdout if asked_for_help else sys.stderr
+    if arguments and not asked_for_help:
+        print(f"streamattn: no command {arguments[0]!r}", file=stream)
+    print("usage: streamattn COMMAND [ARGUMENTS]", file=stream)
+    for name, purpose in _COMMANDS.items():
+        print(f"  {name:<9} {purpose}", file=stream)
+    return 0 if asked_for_help else 2

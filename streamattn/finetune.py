@@ -1,0 +1,405 @@
+"""Fine-tune a causal language model with StreamAttn patched in.
+
+``torchrun --nproc-per-node N -m streamattn.finetune configs/<name>.yaml [--key value ...]``, or
+``streamattn finetune ...`` in one process. The loop, DDP, precision, schedule, logging, evaluation and
+checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text, and
+this file builds the trainer, finds the checkpoint to go on from, and reports.
+
+A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training.
+
+Left out on purpose: a training loop, and parallelism beyond DDP.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import resource
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_callback import ExportableState
+
+from patches import patch_model, patch_report
+from streamattn.data import TokenBlocks, pack, read_blocks, read_documents, train_tokenizer, write_blocks
+from streamattn.job import Job, check_launch, job_keys, load_shape, read_job
+
+COMPARED_TOKENS = 512
+SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a job.
+
+    Args:
+        argv: ``CONFIG [--key value ...]``; None = the process's arguments.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake that was printed as one line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: streamattn finetune CONFIG.yaml [--key value ...] [--resume [CHECKPOINT]]")
+        print(f"keys: {', '.join(sorted(job_keys()))}, and every field of transformers.TrainingArguments")
+        return 0 if arguments else 2
+    try:
+        job = read_job(arguments)
+        if check_launch(job, os.environ):
+            _join_process_group(job)
+        trainer, checkpoint = build_trainer(job)
+    except (ValueError, OSError) as error:
+        print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
+        _leave_process_group()
+        return 2
+    train(trainer, checkpoint)
+    # DDP's reducer must not be the last to hold the process group: it would keep the GIL while it waits for
+    # Gloo's thread, which may wait for the GIL.
+    del trainer
+    gc.collect()
+    _leave_process_group()
+    return 0
+
+
+# Model, text and trainer.
+
+
+def build_trainer(job: Job) -> tuple[Trainer, str | None]:
+    """Everything up to the first step: arguments, tokenizer, blocks of text, the patched model.
+
+    Returns:
+        The trainer, and the checkpoint to go on from.
+
+    Raises:
+        ValueError: the job asks for something that doesn't fit together.
+        OSError: a model or tokenizer that isn't there, a process group that can't be joined.
+    """
+    arguments = TrainingArguments(**job.training)
+    checkpoint = _checkpoint_to_resume(job, arguments)
+    set_seed(arguments.seed)
+    if job.model is not None:
+        config = AutoConfig.from_pretrained(job.model)
+    else:
+        config = load_shape(job.shape or "", beside=job.config.parent)
+    with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
+        tokenizer, train_blocks, held_out = _prepare_text(job, arguments, config, checkpoint)
+    if job.model is not None:
+        # Training keeps float32 weights, whatever the file holds; bf16: true computes in bfloat16 from them.
+        model = AutoModelForCausalLM.from_pretrained(job.model, config=config).float()
+    else:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+        model = AutoModelForCausalLM.from_config(config)
+    console = Console(quiet=arguments.process_index != 0)
+    count = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"{type(model).__name__}, {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}; "
+        f"{len(train_blocks)} blocks of {train_blocks.blocks.shape[1]} tokens, {len(held_out)} held out",
+        soft_wrap=True,
+    )
+    if job.patch:
+        _patch(model, held_out, arguments, console)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=train_blocks,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        callbacks=[_RecordWorldSize(arguments.world_size)],
+    )
+    return trainer, checkpoint
+
+
+def _join_process_group(job: Job) -> None:
+    """Wait for all processes; TrainingArguments would do it without its ``ddp_timeout`` on the CPU."""
+    backend = job.training.get("ddp_backend") or ("gloo" if job.training["use_cpu"] else "nccl")
+    timeout = timedelta(seconds=job.training.get("ddp_timeout", TrainingArguments.ddp_timeout))
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
+        raise ConnectionError(f"can't join the process group: {_one_line(error)}") from None
+
+
+def _prepare_text(
+    job: Job, arguments: TrainingArguments, config: PretrainedConfig, checkpoint: str | None
+) -> tuple[PreTrainedTokenizerBase, TokenBlocks, TokenBlocks]:
+    """Tokenizer, training and held-out blocks: made by a fresh run's main process, read back by others."""
+    longest = getattr(config, "max_position_embeddings", None)
+    seq_len = job.seq_len or longest
+    if seq_len is None or (longest is not None and seq_len > longest):
+        raise ValueError(f"seq_len: expected at most the model's {longest} positions, got {seq_len}")
+    folder = job.output_dir
+    vocab_size, pretrained = config.vocab_size, job.tokenizer or job.model
+    made_from = {"data": job.data, "seq_len": seq_len, "tokenizer": pretrained, "vocab_size": vocab_size}
+    fresh = arguments.should_save and checkpoint is None
+    blocks = None if fresh else read_blocks(folder / "blocks", made_from)
+    if blocks is None and not arguments.should_save:
+        raise ValueError(
+            f"the main process left no text in {folder / 'blocks'}: see its message, or put output_dir on a "
+            "file system that all nodes share"
+        )
+    texts, held_out_texts = read_documents(job.data) if blocks is None else ([], [])
+
+    if pretrained is not None:
+        tokenizer = AutoTokenizer.from_pretrained(pretrained)
+    elif fresh:
+        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer.save_pretrained(folder / "tokenizer")
+    else:
+        trained = folder / "tokenizer"
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(trained if trained.is_dir() else checkpoint or "")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer: expected one with an end-of-text token, {pretrained!r} has none")
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"tokenizer: {len(tokenizer)} tokens but the model's vocabulary holds {vocab_size}; pass a "
+            "tokenizer and a model that belong together"
+        )
+    if blocks is None:
+        packed = [pack(part, tokenizer, seq_len) for part in (texts, held_out_texts)]
+        for name, part in zip(("training", "held-out"), packed, strict=True):
+            if not len(part):
+                raise ValueError(
+                    f"data: the {name} part of {job.data or 'the standard library'!r} is shorter than one "
+                    f"block of {seq_len} tokens; give more text or a smaller seq_len"
+                )
+        write_blocks(folder / "blocks", made_from, *packed)
+        blocks = TokenBlocks(packed[0]), TokenBlocks(packed[1])
+    return tokenizer, *blocks
+
+
+def _patch(
+    model: PreTrainedModel, held_out: TokenBlocks, arguments: TrainingArguments, console: Console
+) -> None:
+    """Patch ``model`` and print what changed: the layers, and the logits on one real sequence."""
+    model.to(arguments.device)  # type: ignore[arg-type]
+    tokens = held_out[0]["input_ids"][:COMPARED_TOKENS].unsqueeze(0).to(arguments.device)  # [1, T]
+    before = _logits(model, tokens, arguments)
+    patch_model(model)
+    after = _logits(model, tokens, arguments)
+    console.print(str(patch_report(model)), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"largest logit difference to the unpatched model on {tokens.shape[1]} tokens of held-out text: "
+        f"{(after - before).abs().max():.2e} (largest logit {before.abs().max():.2e})",
+        soft_wrap=True,
+    )
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokens: torch.Tensor, arguments: TrainingArguments) -> torch.Tensor:
+    """[1, T, vocabulary] float32, computed in the precision that training uses."""
+    half = torch.bfloat16 if arguments.bf16 else torch.float16
+    model.eval()
+    with torch.autocast(arguments.device.type, dtype=half, enabled=arguments.bf16 or arguments.fp16):
+        return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+# Checkpoints: only complete ones count.
+
+
+class _RecordWorldSize(TrainerCallback, ExportableState):
+    """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"world_size": self.world_size}, "attributes": {}}
+
+
+def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest complete checkpoint in ``output_dir``, and the incomplete ones with what is wrong with each.
+
+    A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
+    """
+    folders = sorted(f for f in output_dir.glob("checkpoint-*") if f.is_dir())
+    broken = {folder: reason for folder in folders if (reason := _why_incomplete(folder)) is not None}
+    # By time, not by step: an earlier and longer run may have left higher numbers here.
+    complete = [folder for folder in folders if folder not in broken]
+    return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
+
+
+def _why_incomplete(checkpoint: Path) -> str | None:
+    """What is missing or cut off in a checkpoint; None if it is complete."""
+    try:
+        # Rank 0 writes this file last.
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "no readable trainer_state.json"
+    recorded = state.get("stateful_callbacks", {}).get(_RecordWorldSize.__name__, {})
+    world_size = recorded.get("args", {}).get("world_size", 1)
+    ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
+    weights = list(checkpoint.glob("*.safetensors"))
+    if not weights:
+        return "no *.safetensors"
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):  # compares the header with the file's length
+                pass
+        except (SafetensorError, OSError):
+            return f"{file.name} is cut off"
+    # torch.save writes a zip, whose directory stands at its end.
+    for name in ("optimizer.pt", "scheduler.pt", *ranks):
+        if not (checkpoint / name).exists():
+            return f"no {name}"
+        if not zipfile.is_zipfile(checkpoint / name):
+            return f"{name} is cut off"
+    return None
+
+
+def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
+    """The checkpoint that this run goes on from; None at a fresh start.
+
+    Raises:
+        ValueError: the named checkpoint isn't complete, or a fresh start would bury an unfinished run.
+    """
+    named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
+    if named is not None:
+        reason = _why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
+        if reason is not None:
+            raise ValueError(f"resume: {named!r} is not a complete checkpoint ({reason})")
+        return named
+    output = job.output_dir
+    found, broken = last_checkpoint(output)
+    # torchrun --max-restarts starts the same command line again.
+    resume = bool(job.resume) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    console = Console(quiet=arguments.process_index != 0)
+    if resume:
+        for folder, reason in broken.items():
+            console.print(f"skipping {folder}: {reason}", markup=False, soft_wrap=True)
+        note = f"resuming from {found}" if found else f"no complete checkpoint in {output}: starting afresh"
+        console.print(note, markup=False, soft_wrap=True)
+        return None if found is None else str(found)
+    if found is not None:
+        state = json.loads((found / "trainer_state.json").read_text(encoding="utf-8"))
+        if state["global_step"] < state["max_steps"]:
+            raise ValueError(
+                f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
+                "go on with --resume, or start afresh with another --output_dir"
+            )
+    return None
+
+
+# Training and what it gave.
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> None:
+    """Train, evaluate, save, and print the results."""
+    arguments = trainer.args
+    start = time.perf_counter()
+    first_logged = 0
+    if checkpoint is not None:
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+        first_step, first_logged = state["global_step"], len(state["log_history"])
+    else:
+        first_step = 0
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    history = trainer.state.log_history
+    seconds -= sum(entry.get("eval_runtime", 0.0) for entry in history[first_logged:])
+    evaluated = [entry for entry in history if "eval_loss" in entry]
+    up_to_date = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
+    final = evaluated[-1] if up_to_date and not arguments.load_best_model_at_end else trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_metrics("eval", final)
+    if not trainer.is_world_process_zero():
+        return
+
+    dataset = trainer.train_dataset
+    assert isinstance(dataset, TokenBlocks)
+    steps = trainer.state.global_step - first_step
+    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    tokens = steps * blocks * dataset.blocks.shape[1]
+    loss = final["eval_loss"]
+    first = evaluated[0]["eval_loss"] if evaluated else loss
+    table = Table(show_header=False, title="results")
+    table.add_row("training loss", f"{result.training_loss:.4f} (mean over {steps} steps)")
+    table.add_row("held-out loss", f"{loss:.4f} ({loss / first:.2f} of the first, {first:.4f})")
+    table.add_row("held-out perplexity", f"{math.exp(min(loss, 700.0)):.2f}")
+    table.add_row(
+        "tokens/s", f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
+    )
+    table.add_row("peak memory", _peak_memory(arguments.device))
+    table.add_row("saved in", arguments.output_dir)
+    console = Console()
+    console.print(table)
+    prompt, continuation = _sample(trainer)
+    console.print("sample (prompt, then | and what the model wrote):", style="bold")
+    console.print(f"{prompt}|{continuation}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _peak_memory(device: torch.device) -> str:
+    """Of this process: what torch allocated on its GPU, else its resident set."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        return f"{peak / 2**30:.2f} GiB on {torch.cuda.get_device_name(device)}"
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB on Linux
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB resident"
+
+
+def _sample(trainer: Trainer) -> tuple[str, str]:
+    """The start of a held-out block and how the model goes on."""
+    model, tokenizer, held_out = trainer.model, trainer.processing_class, trainer.eval_dataset
+    assert isinstance(model, PreTrainedModel)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(held_out, TokenBlocks)
+    block = held_out[0]["input_ids"]
+    prompt = block[: min(SAMPLE_PROMPT, len(block) // 2)].unsqueeze(0).to(model.device)  # [1, T]
+    new_tokens = min(SAMPLE_LENGTH, len(block) - prompt.shape[1])
+    set_seed(trainer.args.seed)
+    model.eval()
+    tokens = model.generate(  # type: ignore[operator]
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        top_k=50,
+        temperature=0.8,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
+    read, written = tokens[0].split([prompt.shape[1], len(tokens[0]) - prompt.shape[1]])
+    return str(tokenizer.decode(read)), str(tokenizer.decode(written))
+
+
+def _leave_process_group() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _one_line(error: BaseException) -> str:
+    """An error's first line: what PyTorch and the hub append is stacks of C++ and advice."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

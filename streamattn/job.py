@@ -1,0 +1,300 @@
+"""What a fine-tuning run was asked for: the YAML, the command line, and torchrun's environment variables.
+
+The YAML is flat: the fields of `Job`, and any field of ``transformers.TrainingArguments``. ``--key value`` on
+the command line overrides one of them, ``--resume`` goes on from the last complete checkpoint. Every mistake
+raises a ValueError or ConnectionError of one line: what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import math
+import re
+import socket
+import time
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, PretrainedConfig, TrainingArguments
+
+MASTER_TIMEOUT = timedelta(seconds=60)
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+_LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: only true and false are booleans (``save_strategy: no``), 5e-4 is a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "float", "timestamp")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf)$|\.(nan|NaN)$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A fine-tuning job.
+
+    Args:
+        config: the YAML it was read from.
+        training: the fields of ``transformers.TrainingArguments``.
+        resume: go on from the last complete checkpoint of ``output_dir`` (True), or from this one (a path).
+        model: path or hub name of a pretrained model; either this or ``shape``.
+        shape: name of a file in ``configs/shapes`` or a path to one: a model with random weights.
+        tokenizer: path or hub name; default: the model's own, or with ``shape`` a byte-level BPE trained on
+            the data.
+        data: a text file, a folder, or ``name[:configuration]`` of a data set; default: the sources of
+            Python's standard library.
+        seq_len: tokens in a block; default: the longest the model takes.
+        patch: run `streamattn.patch_model` on the model.
+        context_parallel_size: processes that share one sequence; only 1 is served.
+    """
+
+    config: Path
+    training: dict[str, Any]
+    resume: bool | str = False
+    model: str | None = None
+    shape: str | None = None
+    tokenizer: str | None = None
+    data: str | None = None
+    seq_len: int | None = None
+    patch: bool = True
+    context_parallel_size: int = 1
+
+    @property
+    def output_dir(self) -> Path:
+        """Where checkpoints, the model, and the packed text go."""
+        return Path(self.training["output_dir"])
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise ValueError(
+                f"expected either model or shape, got model={self.model!r} and shape={self.shape!r}"
+            )
+        if self.seq_len is not None and self.seq_len < 2:
+            raise ValueError(f"seq_len: expected at least 2 tokens, got {self.seq_len}")
+        if self.context_parallel_size != 1:
+            raise ValueError(
+                f"context_parallel_size: only 1 is served yet, got {self.context_parallel_size}; leave it out"
+            )
+
+
+def read_job(argv: Sequence[str]) -> Job:
+    """The job that ``CONFIG [--key value ...]`` asks for.
+
+    Raises:
+        ValueError: an unknown key (the message names the nearest), a value of a wrong type, no such file.
+    """
+    config, *rest = argv
+    if config.startswith("-"):
+        raise ValueError(f"expected the path of a YAML first, got {config!r}")
+    path = Path(config)
+    values = _read_yaml(path)
+    _check_keys(values, origin=str(path))
+    overrides = _parse_overrides(rest)
+    resume = overrides.pop("resume", False)
+    _check_keys(overrides, origin="command line")
+    for chosen, other in (("model", "shape"), ("shape", "model")):
+        if overrides.get(chosen) is not None and other not in overrides:
+            values.pop(other, None)
+    values |= overrides
+    hints = {**typing.get_type_hints(TrainingArguments), **typing.get_type_hints(Job)}
+    values = {key: _typed(key, value, hints[key]) for key, value in values.items()}
+    own = {key: values.pop(key) for key in job_keys() & values.keys()}
+    values.setdefault("output_dir", f"runs/{path.stem}")
+    values.setdefault("report_to", "none")
+    values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
+    # Without it accelerate makes each process of a launch on the CPU train a model of its own.
+    values.setdefault("use_cpu", not torch.cuda.is_available())
+    if values.get("gradient_checkpointing"):
+        # The reentrant kind marks parameters ready twice under DDP (huggingface/peft#313).
+        values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": False})
+    return Job(
+        config=path, training=values, resume=resume if isinstance(resume, bool) else str(resume), **own
+    )
+
+
+def job_keys() -> set[str]:
+    """The keys of the YAML that aren't ``transformers.TrainingArguments``'s."""
+    return {field.name for field in dataclasses.fields(Job)} - {"config", "training", "resume"}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        folders = dict.fromkeys(folder.resolve() for folder in (path.parent, _CONFIGS))
+        files = {file.name: file for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
+        near = [str(files[name]) for name in difflib.get_close_matches(path.name, files, n=3, cutoff=0.4)]
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise ValueError(f"no file {str(path)!r}{hint}") from None
+    except OSError as error:
+        raise ValueError(f"can't read {str(path)!r}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected lines of 'key: value', got {type(values).__name__}")
+    return values
+
+
+def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """``--key value``, ``--key=value`` or ``--key`` (true); values are read as YAML."""
+    values: dict[str, Any] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"expected --key value, got {word!r}")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            text = words.pop(0) if words and not words[0].startswith("--") else "true"
+        try:
+            values[key.replace("-", "_")] = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError:
+            values[key.replace("-", "_")] = text
+    return values
+
+
+def _check_keys(values: Mapping[str, Any], origin: str) -> None:
+    known = sorted(job_keys() | {field.name for field in dataclasses.fields(TrainingArguments) if field.init})
+    for key in values:
+        if key not in known:
+            (nearest,) = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ValueError(f"{origin}: unknown key {key!r}; the nearest is {nearest!r}")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as one of the types that ``hint`` allows: whole floats are ints, numbers are strings.
+
+    Hints of other than YAML's types (an enum) are left to ``transformers.TrainingArguments``.
+    """
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if union else (hint,)
+    allowed = {typing.get_origin(option) or option for option in options}
+    if type(value) in allowed or not allowed & {bool, int, float, str, dict, list}:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and float in allowed:
+        return float(value)
+    if number and int in allowed and float(value).is_integer():
+        return int(value)
+    if number and str in allowed:
+        return str(value)
+    names = " or ".join(sorted("none" if option is type(None) else option.__name__ for option in allowed))
+    raise ValueError(f"{key}: expected {names}, got {value!r}")
+
+
+def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
+    """A model's configuration from a file with ``model_type`` and fields of that type's configuration class.
+
+    Args:
+        name: a path, or the name of a file in ``configs/shapes`` (with or without ``.yaml``).
+        beside: the folder whose ``shapes`` folder is looked into first.
+
+    Returns:
+        The configuration, without the special tokens' ids: those are the tokenizer's.
+
+    Raises:
+        ValueError: no such file, or not a shape.
+    """
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    candidates = [Path(name), beside / "shapes" / file, _CONFIGS / "shapes" / file]
+    path = next((candidate for candidate in candidates if candidate.is_file()), candidates[-1])
+    values = _read_yaml(path)
+    if "model_type" not in values:
+        raise ValueError(
+            f"{path}: expected model_type: gpt2 or another of transformers' model types, got {values}"
+        )
+    config = AutoConfig.for_model(values.pop("model_type"))
+    for key in values:
+        # rope_theta moved into rope_parameters in transformers 5; the constructor takes it in either version.
+        if not hasattr(config, key) and key != "rope_theta":
+            (nearest,) = difflib.get_close_matches(key, config.to_dict(), n=1, cutoff=0.0)
+            raise ValueError(
+                f"{path}: {type(config).__name__} has no field {key!r}; the nearest is {nearest!r}"
+            )
+    special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    fields: dict[str, Any] = {**special_tokens, **values}
+    return type(config)(**fields)
+
+
+def check_launch(job: Job, environment: Mapping[str, str]) -> bool:
+    """Check the variables that torchrun sets, that each process has a GPU, and that the master answers.
+
+    PyTorch would fail on each of them too, but late, and deep inside C++.
+
+    Returns:
+        Whether this is one of several processes.
+
+    Raises:
+        ValueError: variables missing or wrong, more processes on this host than GPUs.
+        ConnectionError: nothing answers at MASTER_ADDR:MASTER_PORT within `MASTER_TIMEOUT` (``ddp_timeout``
+            if that is less).
+    """
+    if not {"RANK", "LOCAL_RANK"} & environment.keys() and environment.get("WORLD_SIZE", "1") == "1":
+        return False
+    numbers, address = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), "MASTER_ADDR"
+    missing = [name for name in (*numbers, address) if not environment.get(name)]
+    if missing:
+        present = [name for name in (*numbers, address) if name not in missing]
+        launch = _LAUNCH.format(processes=environment.get("WORLD_SIZE") or "N", config=job.config)
+        raise ValueError(f"{', '.join(present)} set but {', '.join(missing)} missing; launch with: {launch}")
+    for name in numbers:
+        if not environment[name].isdigit():
+            raise ValueError(f"{name}: expected a whole number, got {environment[name]!r}")
+    rank, local_rank, world_size, port = (int(environment[name]) for name in numbers)
+    if rank >= world_size:
+        raise ValueError(f"RANK: expected less than WORLD_SIZE={world_size}, got {rank}")
+    local_processes = max(int(environment.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if gpus is not None and local_processes > gpus and not job.training["use_cpu"]:
+        launch = _LAUNCH.format(processes=gpus, config=job.config)
+        raise ValueError(
+            f"{local_processes} processes on this host but {gpus} visible GPU{'s' * (gpus != 1)}; "
+            f"launch with: {launch} (or pass --use_cpu)"
+        )
+    seconds = min(MASTER_TIMEOUT.total_seconds(), job.training.get("ddp_timeout", math.inf))
+    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    _check_master(environment[address], port, seconds, hosts_store)
+    return True
+
+
+def _check_master(address: str, port: int, seconds: float, hosts_store: bool) -> None:
+    """Connect to the master once. The process that will host the store there listens itself meanwhile."""
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        if hosts_store:
+            try:
+                stack.enter_context(socket.create_server(("", port)))
+            except OSError as error:
+                raise ConnectionError(
+                    f"MASTER_PORT: can't listen on {port} ({error.strerror}); set another"
+                ) from None
+        while True:
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                stack.enter_context(socket.create_connection((address, port), timeout=min(left, 5.0)))
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise ConnectionError(
+                        f"no master at MASTER_ADDR={address} MASTER_PORT={port} within {seconds:.0f} s "
+                        f"({error.strerror or error}); is rank 0 running there, and is the port open?"
+                    ) from None
+                time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))

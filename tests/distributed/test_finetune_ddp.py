@@ -1,0 +1,91 @@
+"""Several processes: the same losses as one, checkpointing of activations, and launches that can't work."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from streamattn import finetune
+from tests.finetune_jobs import losses, run, write_job
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of 6 steps with the global batch of two processes, accumulated in one."""
+    folder = tmp_path_factory.mktemp("one")
+    job = write_job(folder, max_steps=6, gradient_accumulation_steps=2, shape=str(_without_dropout(folder)))
+    assert finetune.main([str(job)]) == 0
+    return losses(folder / "out")
+
+
+def _without_dropout(folder: Path) -> Path:
+    """Processes draw different masks, so dropout has no counterpart in one process."""
+    write_job(folder)
+    shape = (folder / "shape.yaml").read_text(encoding="utf-8").replace("attn_pdrop: 0.1", "attn_pdrop: 0.0")
+    path = folder / "still.yaml"
+    path.write_text(shape + "embd_pdrop: 0.0\nresid_pdrop: 0.0\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_two_processes_train_as_one(
+    one_process: dict[int, float], tmp_path: Path, gradient_checkpointing: bool
+) -> None:
+    """With checkpointing, parameters must not be marked ready twice (huggingface/accelerate#2017)."""
+    job = write_job(
+        tmp_path,
+        max_steps=6,
+        shape=str(_without_dropout(tmp_path)),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    status, out, err = run(str(job), torchrun=2)
+    assert status == 0, err
+    assert "over 2 process(es)" in out
+    assert out.count("attention layers patched") == 1, "only one process prints"
+    together = losses(tmp_path / "out")
+    assert together.keys() == one_process.keys() == set(range(1, 7))
+    assert list(together.values()) == pytest.approx(list(one_process.values()), rel=2e-5)
+    assert together[6] < together[1]
+
+
+def test_a_worker_without_its_master_ends_in_time_with_one_line(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    start = time.monotonic()
+    status, _, err = run(
+        str(write_job(tmp_path, ddp_timeout=2)),
+        RANK="1",
+        LOCAL_RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    assert status == 2
+    assert time.monotonic() - start < 60
+    (line,) = err.splitlines()
+    assert line.startswith(f"streamattn finetune: no master at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
+
+
+def test_a_master_whose_workers_never_come_ends_in_time(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    status, _, err = run(
+        str(write_job(tmp_path, ddp_timeout=3)),
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    assert status == 2
+    lines = [line for line in err.splitlines() if line.startswith("streamattn finetune: ")]
+    assert len(lines) == 1
+    assert "can't join the process group" in lines[0]
+    assert "frame #" not in err, "a stack of C++"

@@ -1,0 +1,289 @@
+"""Launches on a GPU: devices, streams, graphs, compilation, memory and sizes beyond 32 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamattn import attention
+from tests.cases import Case, Result, expected, judge, relative_errors, run
+from tests.oracle import attend
+
+pytestmark = pytest.mark.gpu
+
+
+def ours(inputs, **extra: Any) -> Result:
+    return run(attention, inputs, return_lse=True, backend="triton", **extra)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_the_second_gpu_while_the_first_is_current():
+    """triton-lang/triton#2441, #5205: forward and backward must run where the tensors are."""
+    inputs = Case(q_len=300, kv_len=300, head_dim=64, causal=True, mask="trained").build(
+        torch.bfloat16, "cuda:1"
+    )
+    assert torch.cuda.current_device() == 0
+    got = ours(inputs)
+    assert torch.cuda.current_device() == 0
+    for x in got.tensors.values():
+        assert x.device == torch.device("cuda:1")
+    judge(got, expected(inputs), torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_two_gpus_are_refused():
+    q = torch.randn(1, 1, 8, 16, device="cuda:0")
+    k = q.to("cuda:1")
+    with pytest.raises(ValueError, match="cuda:1"):
+        attention(q, k, k)
+
+
+def test_the_kernels_run_on_the_current_stream():
+    """The producer on a side stream is slow; a launch elsewhere would read old values."""
+    side = torch.cuda.Stream()
+    slow = torch.randn(6000, 6000, device="cuda")
+    inputs = Case(q_len=300, kv_len=300, head_dim=64).build(torch.bfloat16, "cuda")
+    q, k, v = (torch.zeros_like(x.detach()).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    ours(inputs)  # compiled before it matters
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            slow = slow @ slow * 1e-4
+        with torch.no_grad():
+            for x, y in ((q, inputs.q), (k, inputs.k), (v, inputs.v)):
+                x.copy_(y)
+        out = attention(q, k, v, backend="triton")
+        grads = torch.autograd.grad(out, [q, k, v], inputs.dout)
+    side.synchronize()
+    inputs.dlse.zero_()
+    want = expected(inputs)
+    got = Result(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)))
+    del want.tensors["lse"]
+    judge(got, want, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"lengths": "ragged"}, {"dropout_p": 0.2}, {"segments": "ids"}], ids=str
+)
+def test_a_call_never_waits_for_the_gpu(options):
+    inputs = Case(q_len=128, kv_len=128, head_dim=64, **options).build(torch.bfloat16, "cuda")
+    ours(inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lengths_on_the_gpu_are_clamped():
+    inputs = Case(q_len=100, kv_len=200, head_dim=64, causal=True).build(torch.bfloat16, "cuda")
+    inputs.options["kv_lengths"] = torch.tensor([-7, 10_000], device="cuda")
+    got = ours(inputs)
+    inputs.options["kv_lengths"] = torch.tensor([0, 200], device="cuda")
+    judge(got, expected(inputs), torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "trained"}, {"lengths": "ragged"}], ids=str)
+def test_a_cuda_graph_replays_forward_and_backward(options):
+    inputs = Case(q_len=256, kv_len=256, head_dim=64, **options).build(torch.bfloat16, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            ours(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours(inputs)
+    with torch.no_grad():  # new values in the captured inputs
+        for x in (inputs.q, inputs.k, inputs.v):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    judge(captured, expected(inputs), torch.bfloat16)
+    eager = ours(inputs)
+    for name, x in captured.tensors.items():
+        assert torch.equal(x, eager[name]), name
+
+
+def test_each_replay_of_a_cuda_graph_draws_a_new_dropout_mask():
+    q = torch.zeros(1, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
+    eye = torch.eye(64, device="cuda", dtype=torch.bfloat16).expand(1, 1, 64, 64)
+    attention(q, q, eye, dropout_p=0.5, backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, q, eye, dropout_p=0.5, backend="triton")
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append((out != 0).clone())
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"q_heads": 8, "mask": "trained"}, {"segments": "ids"}], ids=str
+)
+def test_cold_compile_has_no_graph_break(options, dynamic):
+    torch._dynamo.reset()
+    inputs = Case(q_len=256, kv_len=256, head_dim=64, **options).build(torch.bfloat16, "cuda")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic)
+    judge(run(compiled, inputs, return_lse=True), expected(inputs), torch.bfloat16)
+
+
+def test_compiled_dropout_reproduces_after_a_seed():
+    torch._dynamo.reset()
+    inputs = Case(q_len=256, kv_len=256, head_dim=64).build(torch.bfloat16, "cuda")
+    compiled = torch.compile(attention, fullgraph=True)
+
+    def call() -> Tensor:
+        return compiled(inputs.q, inputs.k, inputs.v, dropout_p=0.3).detach()
+
+    torch.manual_seed(0)
+    first, second = call(), call()
+    torch.manual_seed(0)
+    assert torch.equal(first, call())
+    assert not torch.equal(first, second)
+
+
+def peak_bytes(fn) -> int:
+    """Memory that a call takes beyond what is live before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = fn()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask": "bool_keys"}, {"window_size": 256}], ids=str
+)
+def test_peak_memory_grows_linearly_with_the_sequence(options):
+    def peak(size: int) -> int:
+        case = Case(batch=1, q_heads=4, kv_heads=4, q_len=size, kv_len=size, head_dim=64, **options)
+        inputs = case.build(torch.bfloat16, "cuda")
+        return peak_bytes(lambda: ours(inputs))
+
+    small, large = peak(4096), peak(16384)
+    assert large <= 4.2 * small, f"{small} bytes at 4096, {large} at 16384"
+
+
+@pytest.mark.parametrize("layout", ["fused", "bthd", "sliced", "expanded"])
+def test_strided_inputs_are_read_in_place(layout):
+    """The forward allocates out and lse, no copy of its inputs."""
+    inputs = Case(batch=2, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048, head_dim=64, layout=layout).build(
+        torch.bfloat16, "cuda"
+    )
+    attention(inputs.q, inputs.k, inputs.v, backend="triton")
+    out_bytes = inputs.q.numel() * 2
+    assert peak_bytes(lambda: attention(inputs.q, inputs.k, inputs.v, backend="triton")) < 1.2 * out_bytes
+
+
+def test_a_broadcast_mask_stays_unmaterialised():
+    inputs = Case(batch=8, q_heads=8, kv_heads=8, q_len=1024, kv_len=1024, head_dim=64).build(
+        torch.bfloat16, "cuda"
+    )
+    row = torch.zeros(8, 1, 1, 1024, device="cuda", dtype=torch.bfloat16)
+    inputs.options["attn_mask"] = row.expand(8, 8, 1024, 1024)
+    assert peak_bytes(lambda: ours(inputs)) < 8 * 8 * 1024 * 1024
+
+
+@pytest.mark.parametrize("shape", [(8300, 16, 1, 128), (1, 70_000, 3, 16), (70_000, 1, 3, 16)], ids=str)
+def test_grid_axes_beyond_65535(shape):
+    """Dao-AILab/flash-attention#2260: batch 8300 with 16 heads, backward."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+    out = attention(q, k, v, backend="triton")
+    got = (out.detach(), *torch.autograd.grad(out, [q, k, v], dout))
+    parts = [torch.arange(64), torch.arange(shape[0] - 64, shape[0])] if shape[0] > 1 else [torch.arange(1)]
+    for part in parts:
+        part = part.cuda()
+        leaves = [x.detach()[part].requires_grad_() for x in (q, k, v)]
+        want_out = attend(*leaves)[0]
+        want = (want_out.detach(), *torch.autograd.grad(want_out, leaves, dout[part].double()))
+        for x, right in zip(got, want, strict=True):
+            assert relative_errors(x[part], right, 0.05)[0] < 1.5e-2
+    assert all(x.isfinite().all() for x in got)
+
+
+@pytest.mark.slow
+def test_expanded_inputs_whose_outputs_pass_two_to_the_31st():
+    """fla-org/flash-linear-attention#1080: q, k, v are small, out and gradients pass 2**31 elements."""
+    torch.manual_seed(0)
+    batch, heads, size, head_dim = 2056, 16, 512, 128
+    assert batch * heads * size * head_dim > 2**31
+    small = [torch.randn(1, heads, size, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (x.expand(batch, -1, -1, -1).requires_grad_() for x in small)
+    dout = torch.randn_like(small[0])
+    out = attention(q, k, v, causal=True, backend="triton")
+    leaves = [x.clone().requires_grad_() for x in small]
+    want_out = attend(*leaves, causal=True)[0]
+    want = (want_out.detach(), *torch.autograd.grad(want_out, leaves, dout.double()))
+    got = (out.detach(), *torch.autograd.grad(out, [q, k, v], dout.expand(batch, -1, -1, -1)))
+    for x, right in zip(got, want, strict=True):
+        assert relative_errors(x[:1], right)[0] < 1.5e-2
+        for start in range(0, batch, 257):
+            assert torch.equal(x[start : start + 257], x[:1].expand_as(x[start : start + 257]))
+
+
+@pytest.mark.slow
+def test_rows_whose_offsets_pass_two_to_the_31st():
+    """One head of k and v in a storage of 36,000 x 65,536: the last rows lie beyond 2**31 elements."""
+    torch.manual_seed(0)
+    kv_len, pitch, head_dim = 36_000, 65_536, 64
+    storage = torch.zeros(kv_len, pitch, device="cuda", dtype=torch.bfloat16)
+    k, v = storage[:, :head_dim], storage[:, head_dim : 2 * head_dim]
+    for x in (k, v):
+        x.copy_(torch.randn(kv_len, head_dim, device="cuda"))
+    q = torch.randn(64, head_dim, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, backend="triton")
+    want_out = attend(*leaves)[0]
+    dout = torch.randn_like(out)
+    assert relative_errors(out.detach(), want_out.detach())[0] < 1.5e-2
+    copies = [x.detach().clone().requires_grad_() for x in leaves]
+    want = torch.autograd.grad(attend(*copies)[0], copies, dout.double())
+    for x, right in zip(torch.autograd.grad(out, leaves, dout), want, strict=True):
+        assert relative_errors(x, right, 1e-4)[0] < 1.5e-2
+
+
+@pytest.mark.slow
+def test_a_mask_whose_offsets_pass_two_to_the_31st():
+    torch.manual_seed(0)
+    size = 47_000  # its square passes 2**31
+    q, k, v = (torch.randn(size, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    mask = torch.rand(size, size, device="cuda", dtype=torch.float16) < 0.5
+    out = attention(q, k, v, attn_mask=mask, backend="triton")
+    dout = torch.randn_like(out)
+    (dq,) = torch.autograd.grad(out, q, dout)
+    rows = torch.tensor([0, 1, size // 2, size - 2, size - 1], device="cuda")
+    part = q.detach()[rows].requires_grad_()
+    want = attend(part, k.detach(), v.detach(), attn_mask=mask[rows])[0]
+    assert relative_errors(out.detach()[rows], want.detach(), 1e-4)[0] < 1.5e-2
+    (want_dq,) = torch.autograd.grad(want, part, dout[rows].double())
+    assert relative_errors(dq[rows], want_dq, 1e-5)[0] < 2e-2
+
+
+def test_no_length_compiles_another_kernel():
+    """vllm-project/vllm#14448: generating token by token reuses what is compiled."""
+    from streamattn.kernels.forward import attention_fwd_kernel
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in attention_fwd_kernel.device_caches.values())
+
+    k = torch.randn(1, 4, 2048, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    counts = []
+    for length in [1000, *range(1001, 1065)]:
+        attention(q, k[:, :, :length], k[:, :, :length], causal=True, backend="triton")
+        counts.append(compiled())
+    assert counts[-1] - counts[0] <= 2

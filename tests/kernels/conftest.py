@@ -1,0 +1,37 @@
+"""These tests need Triton's interpreter, and it must be chosen before Triton is imported.
+
+`TRITON_INTERPRET=1 pytest tests/kernels` runs them. Without the variable they are not collected here;
+`tests/test_kernels.py` runs them in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+INTERPRETED = ["test_forward.py", "test_backward.py", "test_primitives.py"]
+
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else INTERPRETED
+
+
+@pytest.fixture
+def use_tile(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes all kernels of the test use tiles of so many queries and keys."""
+    from streamattn.kernels import tiles
+
+    def use(block_m: int, block_n: int) -> None:
+        monkeypatch.setattr(tiles, "_INTERPRETED", tiles.Tile(block_m, block_n, 4, 1))
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that a kernel allocates and does not write holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,140 @@
+"""The portable backward in Triton's interpreter against the oracle: dq, dk, dv and the gradient of a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from streamattn import attention
+from tests.cases import MASKS, Case, Inputs, Result, expected, judge, run
+from tests.kernels.test_forward import OPTIONS, case_of, keep_of
+from tests.oracle import visible_pairs
+from tests.pairwise import pairwise
+
+BACKWARD_OPTIONS: dict[str, list[Any]] = {
+    **OPTIONS,
+    "sizes": [(33, 33), (32, 64), (5, 50), (50, 5)],
+    "mask": list(MASKS),
+    "with_lse": [False, True],
+}
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32, *, with_lse: bool = True) -> None:
+    inputs = case.build(dtype)
+    if not with_lse:
+        inputs.dlse.zero_()
+    judge(backward(inputs, seed=11), expected(inputs, keep_of(case, inputs, 11)), dtype, case)
+
+
+def backward(inputs: Inputs, seed: int = 0) -> Result:
+    torch.manual_seed(seed)
+    return run(lambda *a, **o: attention(*a, **o, return_lse=True, backend="triton"), inputs)
+
+
+@pytest.mark.parametrize("row", pairwise(BACKWARD_OPTIONS), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_options(row, use_tile):
+    row = dict(row)
+    use_tile(*row["tile"])
+    with_lse = row.pop("with_lse")
+    case, dtype = case_of(row)
+    check(case, dtype, with_lse=with_lse)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (17, 40), (80, 80), (96, 64), (128, 128), (256, 256)], ids=str)
+def test_any_head_dim(dims):
+    check(Case(batch=1, q_heads=1, kv_heads=1, q_len=35, kv_len=40, head_dim=dims[0], value_dim=dims[1]))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 65])
+def test_any_length(size):
+    check(Case(batch=1, q_heads=1, kv_heads=1, q_len=size, kv_len=size, causal=True))
+
+
+@pytest.mark.parametrize("group_bytes", [1, 40_000, 60_000])
+def test_every_order_of_programs(group_bytes, monkeypatch):
+    """Heads start in groups whose rows fit into a cache; here in groups of one and of some."""
+    from streamattn.kernels import launch
+
+    monkeypatch.setattr(launch, "GROUP_BYTES", group_bytes)
+    check(Case(batch=2, q_heads=2, kv_heads=1, q_len=65, kv_len=65, head_dim=32, causal=True))
+
+
+def test_gradients_of_grouped_heads_are_summed():
+    check(Case(batch=1, q_heads=6, kv_heads=2, q_len=33, kv_len=33, causal=True))
+
+
+@pytest.mark.parametrize("window_size", [2, (2, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(90, 40), (40, 90)], ids=str)
+def test_a_window_smaller_than_a_tile(window_size, sizes):
+    check(Case(batch=1, q_heads=1, kv_heads=1, q_len=sizes[0], kv_len=sizes[1], window_size=window_size))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "bool"},
+        {"segments": "pair"},
+        {"lengths": "extreme", "window_size": 3},
+        {"window_size": 3},
+        {"q_len": 70, "kv_len": 33, "causal": True},
+        {"mask": "trained", "softcap": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+def test_unseen_keys_values_and_blind_queries_reach_no_gradient(options, poison):
+    case = Case(**{"q_heads": 1, "kv_heads": 1, "q_len": 33, "kv_len": 50, **options})
+    inputs = case.build()
+    want = expected(inputs)
+    named = {name: inputs.options[name] for name in inputs.options if name != "softcap"}
+    seen = visible_pairs(2, case.q_len, case.kv_len, **named).expand(2, 1, case.q_len, case.kv_len)
+    assert not bool(seen.any(2).all()) or not bool(seen.any(3).all())
+    with torch.no_grad():
+        inputs.k[~seen.any(2)] = poison
+        inputs.v[~seen.any(2)] = poison
+        for x in (inputs.q, inputs.dout, inputs.dlse):
+            x[~seen.any(3)] = poison
+    judge(backward(inputs), want, torch.float32, case)
+
+
+@pytest.mark.parametrize("mask", ["trained", "trained_full", "trained_keys"])
+def test_gradient_of_a_mask_has_its_own_shape(mask):
+    check(Case(batch=2, q_heads=2, kv_heads=1, q_len=40, kv_len=50, mask=mask, causal=True))
+
+
+def test_only_some_gradients_are_asked_for():
+    inputs = Case(batch=1, q_len=33, kv_len=33, causal=True).build()
+    want = expected(
+        Inputs(inputs.q, inputs.k, inputs.v, inputs.options, inputs.dout, torch.zeros_like(inputs.dlse))
+    )
+    for name in "qkv":
+        leaves = {x: getattr(inputs, x).detach().requires_grad_(x == name) for x in "qkv"}
+        attention(**leaves, causal=True, backend="triton").backward(inputs.dout)
+        got = leaves[name].grad
+        assert got is not None
+        torch.testing.assert_close(got.double(), want[f"d{name}"].double(), rtol=0, atol=2e-5)
+
+
+def test_a_cotangent_of_any_strides():
+    """sum().backward() hands an expanded cotangent, a transposed consumer a transposed one."""
+    inputs = Case(batch=1, q_len=33, kv_len=40).build()
+    for dout in (torch.ones(()).expand(1, 2, 33, 16), torch.randn(1, 16, 33, 2).transpose(1, 3)):
+        out = attention(inputs.q, inputs.k, inputs.v, backend="triton")
+        got = torch.autograd.grad(out, [inputs.q, inputs.k, inputs.v], dout)
+        plain = Inputs(inputs.q, inputs.k, inputs.v, {}, dout, torch.zeros(1, 2, 33))
+        want = expected(plain)
+        for x, name in zip(got, ("dq", "dk", "dv"), strict=True):
+            torch.testing.assert_close(x.double(), want[name].double(), rtol=0, atol=2e-5)
+
+
+def test_only_lse_is_differentiated():
+    inputs = Case(batch=1, q_len=33, kv_len=40, causal=True).build()
+    _, lse = attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="triton")
+    got = torch.autograd.grad(lse, [inputs.q, inputs.k], inputs.dlse)
+    want = expected(
+        Inputs(inputs.q, inputs.k, inputs.v, inputs.options, torch.zeros_like(inputs.dout), inputs.dlse)
+    )
+    for x, name in zip(got, ("dq", "dk"), strict=True):
+        torch.testing.assert_close(x.double(), want[name].double(), rtol=0, atol=2e-5)

@@ -1,0 +1,54 @@
+"""The tables of launch parameters: complete, legal, and fitting together."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from itertools import product
+
+import pytest
+
+from streamattn.kernels.tiles import Tile, architecture, choose_tile
+
+PASSES = ("forward", "dq", "dkdv")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "interpreter")
+CALLS = list(product(ARCHITECTURES, [1, 16, 64, 65, 96, 128, 129, 192, 256], [2, 4], [False, True]))
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_call_has_a_legal_tile(name):
+    for arch, head_dim, itemsize, dense_mask in CALLS:
+        tile = choose_tile(name, arch, head_dim, itemsize, dense_mask)
+        assert tile.BLOCK_M >= 16, (arch, head_dim)
+        assert tile.BLOCK_N == 32 or tile.BLOCK_N % 64 == 0, (arch, head_dim)
+        for size in (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps):
+            assert size & (size - 1) == 0, (arch, head_dim)
+        assert 1 <= tile.num_stages <= 4
+
+
+def test_the_row_statistics_of_dq_cover_the_tiles_of_dkdv():
+    """dq pads them to its own tiles; dk and dv read them without a test."""
+    for call in CALLS:
+        assert choose_tile("dq", *call).BLOCK_M % choose_tile("dkdv", *call).BLOCK_M == 0, call
+
+
+@pytest.mark.parametrize(
+    ("capability", "family"),
+    [
+        (None, "interpreter"),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_80"),
+        ((8, 9), "sm_86"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_90"),
+        ((12, 0), "sm_86"),
+    ],
+)
+def test_families_follow_the_shared_memory_of_a_block(capability, family):
+    assert architecture(capability) == family
+
+
+def test_tiles_are_pinned():
+    tile = Tile(64, 64, 4, 2)
+    with pytest.raises(FrozenInstanceError):
+        tile.BLOCK_M = 128  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,59 @@
+"""The command line finds the command and hands over its arguments and its exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamattn import cli, finetune
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_arguments_and_status_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def run(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
+
+    monkeypatch.setattr(finetune, "main", run)
+    assert cli.main(["finetune", "x.yaml", "--resume", "--max_steps", "2"]) == 7
+    assert seen == [["x.yaml", "--resume", "--max_steps", "2"]]
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr()
+    assert "info" in shown.out
+    assert "finetune" in shown.out
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("argv", [[], ["fine-tune"]])
+def test_without_a_known_command_the_usage_goes_to_stderr(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "usage: streamattn" in shown.err
+    assert all(word in shown.err for word in argv)
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "streamattn", "finetune", "configs/gpt2-nano.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("streamattn finetune: no file 'configs/gpt2-nano.yaml'; near it: ")
+    assert "gpt2-nano_stdlib_cpu.yaml" in line

@@ -1,0 +1,180 @@
+"""Text to blocks: which files are read, which are held out, and that no token is lost or moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from streamattn.data import (
+    END_OF_TEXT,
+    TokenBlocks,
+    pack,
+    read_blocks,
+    read_documents,
+    train_tokenizer,
+    write_blocks,
+)
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer\n" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocab_size=300)
+
+
+def test_the_standard_library_is_split_by_files() -> None:
+    train, held_out = map(list, read_documents(None))
+    assert len(train) > 300
+    assert len(held_out) >= 2
+    assert not set(held_out) & set(train)
+    share = sum(map(len, held_out)) / sum(map(len, train))
+    assert 0.01 < share < 0.2
+
+
+def test_a_folder_is_split_the_same_way_everywhere(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        root = tmp_path / name
+        (root / "deep" / ".git").mkdir(parents=True)
+        for i, text in enumerate(TEXTS):
+            (root / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(text, encoding="utf-8")
+        (root / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+        (root / "zeros.bin").write_bytes(b"\0" * 50)
+        (root / "deep" / ".git" / "hidden.txt").write_text("hidden", encoding="utf-8")
+    (train, held_out), again = read_documents(str(tmp_path / "a")), read_documents(str(tmp_path / "b"))
+    assert (train, held_out) == again
+    assert sorted([*train, *held_out]) == sorted(TEXTS)
+    assert 1 <= len(list(held_out)) <= 4
+
+
+def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    text = "".join(f"line {i}\n" for i in range(1000))
+    path.write_text(text, encoding="utf-8")
+    ((train,), (held_out,)) = read_documents(str(path))
+    assert train + held_out == text
+    assert train.endswith("\n")
+    assert 0.04 < len(held_out) / len(text) < 0.06
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"data: no file or folder '\./missing'"):
+        read_documents("./missing")
+    with pytest.raises(ValueError, match=r"data: no file or folder 'missing.txt'"):
+        read_documents("missing.txt")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        read_documents(str(binary))
+    with pytest.raises(
+        ValueError, match=r"expected at least 2 files of UTF-8 text in .* found 0 among 1 files"
+    ):
+        read_documents(str(tmp_path))
+
+    def refuse(self: Path, encoding: str) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root may read everything
+    with pytest.raises(ValueError, match=r"can't read .*binary.txt': Permission denied"):
+        read_documents(str(binary))
+
+
+def test_a_data_set_gives_its_text_column_and_its_own_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the real loader, on a local folder in the hub's layout."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"title": [str(i) for i in range(100)], "text": [f"row {i}" for i in range(100)]}
+    whole = datasets.Dataset.from_dict(rows)
+    splits = datasets.DatasetDict(train=whole, validation=whole.select(range(3)))
+    asked: list[tuple[str, str | None]] = []
+
+    def load(path: str, configuration: str | None) -> object:
+        asked.append((path, configuration))
+        return splits
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    train, held_out = read_documents("owner/name:small")
+    assert asked == [("owner/name", "small")]
+    assert list(train) == rows["text"]
+    assert list(held_out) == rows["text"][:3]
+
+    splits.pop("validation")
+    train, held_out = read_documents("owner/name")
+    assert list(train) + list(held_out) == rows["text"]
+    assert len(list(held_out)) == 5
+
+    splits["train"] = whole.rename_column("text", "body")
+    with pytest.raises(ValueError, match=r"expected a column 'text' .*\['title', 'body'\]"):
+        read_documents("owner/name")
+
+
+def test_an_absent_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def fail(path: str, configuration: str | None) -> object:
+        raise ConnectionError("can't reach the hub\nand a second line")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError, match=r"neither a file or folder .*can't reach the hub\)") as error:
+        read_documents("owner/name")
+    assert "\n" not in str(error.value)
+
+
+def test_packing_keeps_every_token_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
+    blocks = pack(TEXTS, tokenizer, seq_len=16)
+    assert blocks.shape[1] == 16
+    whole = "".join(text + END_OF_TEXT for text in TEXTS)
+    packed = str(tokenizer.decode(blocks.reshape(-1).tolist()))
+    assert whole.startswith(packed)
+    assert len(tokenizer(whole, add_special_tokens=False)["input_ids"]) - blocks.size < 16
+    assert pack([], tokenizer, seq_len=16).shape == (0, 16)
+    assert pack(["x"], tokenizer, seq_len=16).shape == (0, 16)
+
+
+def test_a_trained_tokenizer_is_the_same_after_loading(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    text = "\tdef größer(x): return 'ñ😀'\r\n"
+    for loaded in (
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    ):
+        assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert len(tokenizer) <= 300
+
+
+def test_a_vocabulary_below_all_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size: expected at least 258 .* got 100"):
+        train_tokenizer(TEXTS, vocab_size=100)
+
+
+def test_stored_blocks_are_for_the_same_job_only(tmp_path: Path) -> None:
+    made_from = {"data": None, "seq_len": 4}
+    assert read_blocks(tmp_path, made_from) is None
+    train, held_out = np.arange(12, dtype=np.uint32).reshape(3, 4), np.zeros((1, 4), dtype=np.uint32)
+    write_blocks(tmp_path / "blocks", made_from, train, held_out)
+    stored = read_blocks(tmp_path / "blocks", made_from)
+    assert stored is not None
+    np.testing.assert_array_equal(stored[0].blocks, train)
+    np.testing.assert_array_equal(stored[1].blocks, held_out)
+    with pytest.raises(ValueError, match=r"seq_len: this run began with 4 .* can't go on with 8"):
+        read_blocks(tmp_path / "blocks", made_from | {"seq_len": 8})
+    # Killed between the arrays and the description: nothing to read.
+    (tmp_path / "blocks" / "made_from.json").unlink()
+    assert read_blocks(tmp_path / "blocks", made_from) is None
+
+
+def test_items_are_what_a_causal_language_model_takes() -> None:
+    blocks = TokenBlocks(np.array([[1, 2, 3], [4, 5, 4_000_000_000]], dtype=np.uint32))
+    assert len(blocks) == 2
+    item = blocks[1]
+    assert item["input_ids"].tolist() == [4, 5, 4_000_000_000]
+    assert item["labels"].tolist() == [-100, 5, 4_000_000_000]

@@ -1,0 +1,264 @@
+"""A job from its YAML to a saved model; what it prints; a killed job goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamattn import finetune
+from tests.finetune_jobs import losses, run, start, write_job
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line on stderr of a job that must not start."""
+    assert finetune.main(list(words)) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("streamattn finetune: ")
+    return line
+
+
+def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, max_steps=30, eval_strategy="steps", eval_steps=30, eval_on_start=True)
+    assert finetune.main([str(job)]) == 0
+    out = capsys.readouterr().out
+    assert "2 attention layers patched, 0 not" in out
+    (difference,) = re.findall(r"unpatched model on 32 tokens of held-out text: (\S+)", out)
+    assert 0 <= float(difference) < 1e-4
+    for word in ("training loss", "held-out loss", "perplexity", "tokens/s", "peak memory", "GiB", "sample"):
+        assert word in out
+
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    held_out = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
+    assert len(held_out) == 2
+    assert held_out[1] < 0.85 * held_out[0]
+    assert f"{math.exp(held_out[1]):.2f}" in out
+
+    # What was saved is what was trained: an unpatched model with a safetensors file and its tokenizer.
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    blocks = finetune.read_blocks(tmp_path / "out" / "blocks", {})
+    assert blocks is not None
+    total = 0.0
+    with torch.no_grad():
+        for item in blocks[1]:
+            total += model(**{name: tensor.unsqueeze(0) for name, tensor in item.items()}).loss.item()
+    assert total / len(blocks[1]) == pytest.approx(held_out[1], abs=1e-4)
+    assert "def" in tokenizer.decode(blocks[0].blocks[:40].reshape(-1).tolist())
+
+
+def test_a_pretrained_model_with_its_own_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, max_steps=2)
+    assert finetune.main([str(job)]) == 0
+    first = str(tmp_path / "out")
+    again = str(tmp_path / "again")
+    # A checkpoint in half precision is trained in float32.
+    AutoModelForCausalLM.from_pretrained(first).bfloat16().save_pretrained(first)
+    assert finetune.main([str(job), "--model", first, "--output_dir", again, "--patch", "false"]) == 0
+    assert "attention layers patched" not in capsys.readouterr().out.split("results")[1]
+    assert next(AutoModelForCausalLM.from_pretrained(again).parameters()).dtype == torch.float32
+    stored = (tmp_path / "again" / "blocks" / "held_out.npy").read_bytes()
+    assert stored == (tmp_path / "out" / "blocks" / "held_out.npy").read_bytes()
+
+
+def test_olmo2_trains_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, shape="olmo2-nano", max_steps=2)
+    assert finetune.main([str(job)]) == 0
+    assert "4 attention layers patched, 0 not" in capsys.readouterr().out
+
+
+def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
+    words = [str(write_job(tmp_path, max_steps=12)), "--shape", "olmo2-nano"]
+    assert finetune.main([*words, "--output_dir", str(tmp_path / "patched")]) == 0
+    assert finetune.main([*words, "--output_dir", str(tmp_path / "plain"), "--patch", "false"]) == 0
+    patched, plain = losses(tmp_path / "patched"), losses(tmp_path / "plain")
+    assert patched.keys() == plain.keys() == set(range(1, 13))
+    assert [patched[i] for i in patched] == pytest.approx([plain[i] for i in patched], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--data", "./no-such-folder"], "data: no file or folder './no-such-folder'"),
+        (["--seq_len", "33"], "seq_len: expected at most the model's 32 positions, got 33"),
+        (["--optim", "adamm"], "adamm"),
+        (["--lr_scheduler_type", "sine"], "sine"),
+        (["--eval_strategy", "sometimes"], "sometimes"),
+        (["--shape", "gpt2-nan"], "no file .*gpt2-nan.yaml.*near it: .*gpt2-nano.yaml"),
+        (["--model", "./no-such-model"], "no-such-model"),
+        (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
+        (["--resume", "no/checkpoint-1"], "resume: 'no/checkpoint-1' is not a complete checkpoint"),
+        (["--lerning_rate", "1"], "command line: unknown key 'lerning_rate'; the nearest is 'learning_rate'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert re.search(expected, refused(capsys, str(write_job(tmp_path)), *words))
+
+
+def test_a_corpus_shorter_than_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    text = tmp_path / "short.txt"
+    text.write_text("a few words\n" * 20, encoding="utf-8")
+    line = refused(capsys, str(job), "--data", str(text))
+    assert "the held-out part of" in line
+    assert "shorter than one block of 32 tokens" in line
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finetune.train_tokenizer([str(i) for i in range(2000)], 500).save_pretrained(tmp_path / "tokenizer")
+    line = refused(capsys, str(write_job(tmp_path)), "--tokenizer", str(tmp_path / "tokenizer"))
+    assert "tokenizer: 500 tokens but the model's vocabulary holds 384" in line
+
+
+def test_rank_without_world_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    line = refused(capsys, str(write_job(tmp_path)))
+    assert "torchrun --nproc-per-node N -m streamattn.finetune" in line
+
+
+def test_no_arguments_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main([]) == 2
+    assert finetune.main(["--help"]) == 0
+    assert "usage: streamattn finetune" in capsys.readouterr().out
+
+
+# Killed and resumed.
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 24 steps with a checkpoint every 8, run to its end; its folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert finetune.main([str(write_job(folder, max_steps=24, save_strategy="steps", save_steps=8))]) == 0
+    return folder
+
+
+def test_a_killed_job_goes_on_with_the_same_losses(undisturbed: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path, max_steps=24, save_strategy="steps", save_steps=8)
+    output = tmp_path / "out"
+    process = start(str(job))
+    try:
+        deadline = time.monotonic() + 100
+        # The state file is a checkpoint's last: right behind it the run is in its middle.
+        while not (output / "checkpoint-8" / "trainer_state.json").exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (output / "model.safetensors").exists(), "it ended before it was killed"
+
+    # What was being written when the next checkpoint was cut short.
+    found, _ = finetune.last_checkpoint(output)
+    assert found is not None
+    half_written = output / "checkpoint-23"
+    shutil.copytree(found, half_written)
+    (half_written / "trainer_state.json").unlink()
+
+    status, out, err = run(str(job), "--resume")
+    assert status == 0, err
+    assert f"resuming from {found}" in out
+    assert f"skipping {half_written}: no readable trainer_state.json" in out
+    assert losses(output) == losses(undisturbed / "out")
+    ends = [path / "out" / "model.safetensors" for path in (undisturbed, tmp_path)]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(undisturbed / "out", output)
+    best, broken = finetune.last_checkpoint(output)
+    assert (best, broken) == (output / "checkpoint-24", {})
+
+    def damage(name: str, keep: float | None) -> str:
+        shutil.rmtree(output / "checkpoint-24")
+        shutil.copytree(undisturbed / "out" / "checkpoint-24", output / "checkpoint-24")
+        file = output / "checkpoint-24" / name
+        content = file.read_bytes()
+        file.unlink()
+        if keep is not None:
+            file.write_bytes(content[: int(len(content) * keep)])
+        best, broken = finetune.last_checkpoint(output)
+        assert best == output / "checkpoint-16"
+        return broken[output / "checkpoint-24"]
+
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        assert damage(name, None) == f"no {name}"
+        assert damage(name, 0.9) == f"{name} is cut off"
+        assert damage(name, 0.0) == f"{name} is cut off"
+    assert damage("model.safetensors", None) == "no *.safetensors"
+    assert damage("model.safetensors", 0.9) == "model.safetensors is cut off"
+    assert damage("trainer_state.json", None) == "no readable trainer_state.json"
+    assert damage("trainer_state.json", 0.9) == "no readable trainer_state.json"
+
+
+def test_a_checkpoint_of_two_processes_needs_both_generators(undisturbed: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-24"
+    shutil.copytree(undisturbed / "out" / "checkpoint-24", checkpoint)
+    state = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    assert '"world_size": 1' in state
+    (checkpoint / "trainer_state.json").write_text(
+        state.replace('"world_size": 1', '"world_size": 2'), encoding="utf-8"
+    )
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    assert finetune.last_checkpoint(tmp_path) == (None, {checkpoint: "no rng_state_1.pth"})
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    assert finetune.last_checkpoint(tmp_path) == (checkpoint, {})
+
+
+def test_an_unfinished_run_is_not_started_over(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, max_steps=24)
+    shutil.copytree(undisturbed / "out" / "checkpoint-16", tmp_path / "out" / "checkpoint-16")
+    line = refused(capsys, str(job))
+    assert "holds an unfinished run at step 16 of 24; go on with --resume" in line
+    # A finished one may be run again.
+    shutil.copytree(undisturbed / "out" / "checkpoint-24", tmp_path / "out" / "checkpoint-24")
+    assert finetune.main([str(job), "--max_steps", "1"]) == 0
+
+
+def test_resume_with_nothing_to_resume_starts_afresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write_job(tmp_path, max_steps=1)
+    assert finetune.main([str(job), "--resume"]) == 0
+    assert "no complete checkpoint in" in capsys.readouterr().out
+    # torchrun --max-restarts runs the same command line again: that resumes too.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert finetune.main([str(job)]) == 0
+    assert "no complete checkpoint in" in capsys.readouterr().out
+
+
+def test_a_resumed_job_must_be_the_same(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, data=str(undisturbed / "corpus"))
+    shutil.copytree(undisturbed / "out", tmp_path / "out")
+    line = refused(capsys, str(job), "--resume", "--seq_len", "16")
+    assert "seq_len: this run began with 32" in line
+
+
+def test_a_named_checkpoint_brings_its_tokenizer(undisturbed: Path, tmp_path: Path) -> None:
+    """Into another output_dir, where nothing was prepared."""
+    job = write_job(tmp_path, max_steps=24, data=str(undisturbed / "corpus"))
+    assert finetune.main([str(job), "--resume", str(undisturbed / "out" / "checkpoint-16")]) == 0
+    assert losses(tmp_path / "out") == losses(undisturbed / "out")

@@ -1,0 +1,244 @@
+"""Bad input to `attention`: the error says what was expected, what came and what to do, and nothing runs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import numpy
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamattn import attention, flash_attention
+
+
+def tensors(**changes) -> dict:
+    """Legal q, k, v [2, 4, 8, 16] with two key heads, changed by name."""
+    made = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 8, 16), "v": torch.randn(2, 2, 8, 16)}
+    return made | changes
+
+
+class NoStreamattnOp(TorchDispatchMode):
+    """Fails at the first operator of this package."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.namespace != "streamattn", f"{func} ran on bad input"
+        return func(*args, **(kwargs or {}))
+
+
+def randn(*shape: int, **kwargs) -> torch.Tensor:
+    return torch.randn(*shape, **kwargs)
+
+
+INT_Q = torch.zeros(2, 4, 8, 16, dtype=torch.int64)
+INT_KV = torch.zeros(2, 2, 8, 16, dtype=torch.int32)
+
+# name -> (error, changes to the legal arguments, words that the message must hold: what it wants and got)
+BAD = {
+    "q is an array": (TypeError, {"q": numpy.zeros((2, 4, 8, 16))}, ["q", "Tensor", "ndarray"]),
+    "k is None": (TypeError, {"k": None}, ["k", "Tensor", "None"]),
+    "q is integer": (TypeError, {"q": INT_Q}, ["q", "float", "int64"]),
+    "k is integer": (TypeError, {"k": INT_KV}, ["k", "float", "int32"]),
+    "v is integer": (TypeError, {"v": INT_KV}, ["v", "float", "int32"]),
+    "q is bool": (TypeError, {"q": INT_Q.bool()}, ["q", "float", "bool"]),
+    "q is complex": (
+        TypeError,
+        {"q": randn(2, 4, 8, 16, dtype=torch.complex64)},
+        ["q", "float", "complex64"],
+    ),
+    "q is float8": (TypeError, {"q": randn(2, 4, 8, 16).to(torch.float8_e4m3fn)}, ["q", "float16", "float8"]),
+    "q is float16": (TypeError, {"q": randn(2, 4, 8, 16).half()}, ["dtype", "float16", "float32"]),
+    "v is bfloat16": (TypeError, {"v": randn(2, 2, 8, 16).bfloat16()}, ["dtype", "bfloat16", "float32"]),
+    "k is elsewhere": (ValueError, {"k": randn(2, 2, 8, 16, device="meta")}, ["device", "meta", "cpu"]),
+    "q is elsewhere": (ValueError, {"q": randn(2, 4, 8, 16, device="meta")}, ["device", "meta", "cpu"]),
+    "one dimension": (ValueError, {x: randn(16) for x in "qkv"}, ["4-D", "3-D", "2-D", "[16]"]),
+    "five dimensions": (ValueError, {x: randn(1, 1, 2, 8, 16) for x in "qkv"}, ["4-D", "[1, 1, 2, 8, 16]"]),
+    "ranks differ": (ValueError, {"k": randn(2, 8, 16), "v": randn(2, 8, 16)}, ["4-D", "[2, 8, 16]"]),
+    "heads do not divide": (ValueError, {"q": randn(2, 3, 8, 16)}, ["heads", "multiple", "3", "2"]),
+    "more key heads": (ValueError, {"q": randn(2, 1, 8, 16)}, ["heads", "multiple", "1", "2"]),
+    "no key heads": (ValueError, {x: randn(2, 0, 8, 16) for x in "kv"}, ["heads", "0"]),
+    "k and v heads differ": (
+        ValueError,
+        {"v": randn(2, 4, 8, 16)},
+        ["k and v", "[2, 2, 8, 16]", "[2, 4, 8, 16]"],
+    ),
+    "k and v lengths differ": (ValueError, {"v": randn(2, 2, 9, 16)}, ["k and v", "[2, 2, 9, 16]"]),
+    "batches differ": (ValueError, {"q": randn(3, 4, 8, 16)}, ["batch", "[3, 4, 8, 16]", "[2, 2, 8, 16]"]),
+    "batch of v differs": (ValueError, {"v": randn(1, 2, 8, 16)}, ["[1, 2, 8, 16]"]),
+    "head_dim differs": (
+        ValueError,
+        {"q": randn(2, 4, 8, 24)},
+        ["head_dim", "[2, 4, 8, 24]", "[2, 2, 8, 16]"],
+    ),
+    "head_dim 0": (
+        ValueError,
+        {"q": randn(2, 4, 8, 0), "k": randn(2, 2, 8, 0)},
+        ["head_dim", "[2, 4, 8, 0]"],
+    ),
+    "window 0": (ValueError, {"window_size": 0}, ["window_size", "positive", "0"]),
+    "window negative": (ValueError, {"window_size": -1}, ["window_size", "positive", "-1"]),
+    "window side negative": (ValueError, {"window_size": (-2, 0)}, ["window_size", "-1", "(-2, 0)"]),
+    "window right negative": (ValueError, {"window_size": (3, -3)}, ["window_size", "-1", "(3, -3)"]),
+    "window of three": (ValueError, {"window_size": (1, 2, 3)}, ["window_size", "(1, 2, 3)"]),
+    "window is a float": (TypeError, {"window_size": 4.0}, ["window_size", "int", "4.0"]),
+    "window of floats": (TypeError, {"window_size": (4.0, 0)}, ["window_size", "int", "4.0"]),
+    "window is a string": (TypeError, {"window_size": "4"}, ["window_size", "int", "4"]),
+    "window is a bool": (TypeError, {"window_size": True}, ["window_size", "int", "True"]),
+    "dropout 1": (ValueError, {"dropout_p": 1.0}, ["dropout_p", "[0, 1)", "1.0"]),
+    "dropout negative": (ValueError, {"dropout_p": -0.1}, ["dropout_p", "[0, 1)", "-0.1"]),
+    "dropout nan": (ValueError, {"dropout_p": float("nan")}, ["dropout_p", "[0, 1)", "nan"]),
+    "dropout is a string": (TypeError, {"dropout_p": "0.1"}, ["dropout_p", "number", "str"]),
+    "softcap negative": (ValueError, {"softcap": -2.0}, ["softcap", "positive", "-2.0"]),
+    "softcap infinite": (ValueError, {"softcap": float("inf")}, ["softcap", "finite", "inf"]),
+    "scale nan": (ValueError, {"scale": float("nan")}, ["scale", "finite", "nan"]),
+    "scale infinite": (ValueError, {"scale": float("inf")}, ["scale", "finite", "inf"]),
+    "scale minus infinity": (ValueError, {"scale": float("-inf")}, ["scale", "finite", "inf"]),
+    "scale is a tensor": (TypeError, {"scale": torch.tensor(0.1)}, ["scale", "number", "Tensor"]),
+    "mask integer": (
+        TypeError,
+        {"attn_mask": torch.ones(8, 8, dtype=torch.int64)},
+        ["attn_mask", "bool", "int64"],
+    ),
+    "mask uint8": (
+        TypeError,
+        {"attn_mask": torch.ones(8, 8, dtype=torch.uint8)},
+        ["attn_mask", "bool", "uint8"],
+    ),
+    "mask a list": (TypeError, {"attn_mask": [[True]]}, ["attn_mask", "Tensor", "list"]),
+    "mask too short": (
+        ValueError,
+        {"attn_mask": torch.ones(8, 7).bool()},
+        ["attn_mask", "[2, 4, 8, 8]", "[8, 7]"],
+    ),
+    "mask rows": (
+        ValueError,
+        {"attn_mask": torch.ones(3, 8).bool()},
+        ["attn_mask", "[2, 4, 8, 8]", "[3, 8]"],
+    ),
+    "mask key heads": (ValueError, {"attn_mask": torch.zeros(2, 2, 8, 8)}, ["attn_mask", "[2, 2, 8, 8]"]),
+    "mask batch": (ValueError, {"attn_mask": torch.zeros(3, 1, 8, 8)}, ["attn_mask", "[3, 1, 8, 8]"]),
+    "mask per batch and key": (ValueError, {"attn_mask": torch.ones(2, 8).bool()}, ["attn_mask", "[2, 8]"]),
+    "mask five dimensions": (
+        ValueError,
+        {"attn_mask": torch.zeros(1, 1, 1, 8, 8)},
+        ["attn_mask", "[1, 1, 1, 8, 8]"],
+    ),
+    "mask elsewhere": (
+        ValueError,
+        {"attn_mask": torch.zeros(8, 8, device="meta")},
+        ["attn_mask", "cpu", "meta"],
+    ),
+    "lengths beyond": (ValueError, {"kv_lengths": torch.tensor([8, 9])}, ["kv_lengths", "8", "[8, 9]"]),
+    "lengths negative": (ValueError, {"kv_lengths": torch.tensor([-1, 8])}, ["kv_lengths", "[0", "[-1, 8]"]),
+    "lengths float": (TypeError, {"kv_lengths": torch.ones(2)}, ["kv_lengths", "int32", "float32"]),
+    "lengths a list": (TypeError, {"kv_lengths": [8, 8]}, ["kv_lengths", "int32", "list"]),
+    "lengths an int": (TypeError, {"kv_lengths": 8}, ["kv_lengths", "int32", "int"]),
+    "lengths of three": (ValueError, {"kv_lengths": torch.tensor([8, 8, 8])}, ["kv_lengths", "[2]", "[3]"]),
+    "lengths a scalar": (ValueError, {"kv_lengths": torch.tensor(8)}, ["kv_lengths", "[2]", "[]"]),
+    "lengths a mask": (ValueError, {"kv_lengths": torch.ones(2, 8).int()}, ["kv_lengths", "[2]", "[2, 8]"]),
+    "segments int64": (
+        TypeError,
+        {"segment_ids": torch.zeros(2, 8).long()},
+        ["segment_ids", "int32", "int64"],
+    ),
+    "segments float": (TypeError, {"segment_ids": torch.zeros(2, 8)}, ["segment_ids", "int32", "float32"]),
+    "segments a list": (TypeError, {"segment_ids": [[0] * 8] * 3}, ["segment_ids", "int32"]),
+    "segments [T]": (ValueError, {"segment_ids": torch.zeros(8).int()}, ["segment_ids", "[2, 8]", "[8]"]),
+    "segments short": (
+        ValueError,
+        {"segment_ids": torch.zeros(2, 7).int()},
+        ["segment_ids", "[2, 8]", "[2, 7]"],
+    ),
+    "segments batch": (
+        ValueError,
+        {"segment_ids": torch.zeros(1, 8).int()},
+        ["segment_ids", "[2, 8]", "[1, 8]"],
+    ),
+    "segments pair": (
+        ValueError,
+        {"segment_ids": (torch.zeros(2, 8).int(), torch.zeros(2, 9).int())},
+        ["segment_ids", "[2, 8]", "[2, 9]"],
+    ),
+    "segments of three": (
+        TypeError,
+        {"segment_ids": (torch.zeros(2, 8).int(),) * 3},
+        ["segment_ids", "pair"],
+    ),
+    "segments not square": (
+        ValueError,
+        {"q": randn(2, 4, 5, 16), "segment_ids": torch.zeros(2, 8).int()},
+        ["segment_ids", "5", "8", "pair"],
+    ),
+    "backend unknown": (ValueError, {"backend": "flash"}, ["backend", "auto", "reference", "flash"]),
+    "backend None": (ValueError, {"backend": None}, ["backend", "auto", "None"]),
+    "sdpa with softcap": (ValueError, {"backend": "sdpa", "softcap": 3.0}, ["sdpa", "softcap", "auto"]),
+    "sdpa with dropout": (ValueError, {"backend": "sdpa", "dropout_p": 0.1}, ["sdpa", "dropout", "auto"]),
+    "sdpa with another Dv": (
+        ValueError,
+        {"backend": "sdpa", "v": randn(2, 2, 8, 24)},
+        ["sdpa", "16", "24", "auto"],
+    ),
+    "triton without GPU": (ValueError, {"backend": "triton"}, ["triton", "GPU", "CPU", "auto"]),
+    "deterministic a string": (TypeError, {"deterministic": "yes"}, ["deterministic", "True", "yes"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_explained_and_nothing_runs(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    error, changes, words = BAD[name]
+    arguments = tensors(**changes)
+    q, k, v = (arguments.pop(x) for x in "qkv")
+    # only the operator knows what an explicit backend can't serve; it raises before any kernel
+    watch = contextlib.nullcontext() if name.startswith(("sdpa", "triton")) else NoStreamattnOp()
+    with watch, pytest.raises(error) as caught:
+        attention(q, k, v, **arguments)
+    message = str(caught.value)
+    for word in words:
+        assert word in message, f"{word!r} is missing in: {message}"
+    assert re.search(r"\b(must|need|needs|can't|has)\b", message), f"no expectation in: {message}"
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_explicit_backends_raise_with_gradients_too(gradient):
+    q = randn(2, 4, 8, 16, requires_grad=gradient)
+    with pytest.raises(ValueError, match="sdpa"):
+        attention(q, randn(2, 2, 8, 16), randn(2, 2, 8, 16), softcap=1.0, backend="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"segment_ids": torch.zeros(1, 8).int()}, ["[8]", "[1, 8]"]),
+        ({"kv_lengths": torch.tensor([8])}, ["[]", "[1]"]),
+        ({"attn_mask": torch.zeros(1, 1, 8, 8)}, ["[4, 8, 8]", "[1, 1, 8, 8]"]),
+    ],
+    ids=["segments", "lengths", "mask"],
+)
+def test_options_of_unbatched_inputs_are_unbatched(options, words):
+    q, k, v = randn(4, 8, 16), randn(2, 8, 16), randn(2, 8, 16)
+    with pytest.raises(ValueError) as caught:
+        attention(q, k, v, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_flash_attention_wants_matrices():
+    with pytest.raises(ValueError, match=r"\[Tq, D\]"):
+        flash_attention(randn(1, 8, 16), randn(1, 8, 16), randn(1, 8, 16))
+
+
+def test_mixed_dtypes_are_cast_only_under_autocast():
+    q, k, v = randn(2, 4, 8, 16), randn(2, 2, 8, 16).bfloat16(), randn(2, 2, 8, 16)
+    with pytest.raises(TypeError, match="dtype"):
+        attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_an_unknown_option_is_no_option():
+    with pytest.raises(TypeError, match="is_causal"):
+        attention(**tensors(), is_causal=True)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,233 @@
+"""The YAML, the command line, and what torchrun sets: what is accepted, and one clear line for what isn't."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamattn.job import Job, check_launch, load_shape, read_job
+
+LAUNCHED = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def job(**training: Any) -> Job:
+    return Job(config=Path("configs/x.yaml"), training={"output_dir": "out", **training}, shape="gpt2-nano")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_own_keys_and_training_arguments_share_one_flat_file(tmp_path: Path) -> None:
+    read = read_job([write(tmp_path, "shape: gpt2-nano\nseq_len: 64\nmax_steps: 3\nbf16: true\n")])
+    assert (read.shape, read.seq_len, read.patch, read.context_parallel_size) == ("gpt2-nano", 64, True, 1)
+    assert read.training["max_steps"] == 3
+    assert read.training["bf16"] is True
+    assert read.output_dir == Path("runs/job")
+    assert read.resume is False
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--max_steps", "7"], "max_steps", 7),
+        (["--max-steps=7"], "max_steps", 7),
+        (["--max_steps", "1e3"], "max_steps", 1000),
+        (["--max_steps", "-1"], "max_steps", -1),
+        (["--bf16"], "bf16", True),
+        (["--bf16", "false"], "bf16", False),
+        (["--learning_rate", "5e-4"], "learning_rate", 5e-4),
+        (["--learning_rate", "1"], "learning_rate", 1.0),
+        (["--save_strategy", "no"], "save_strategy", "no"),
+        (["--run_name", "2024"], "run_name", "2024"),
+        (["--run_name", "2024-01-01"], "run_name", "2024-01-01"),
+        (["--data_seed", "null"], "data_seed", None),
+        (["--lr_scheduler_kwargs", "{power: 2}"], "lr_scheduler_kwargs", {"power": 2}),
+    ],
+)
+def test_command_line_overrides(tmp_path: Path, words: list[str], key: str, value: Any) -> None:
+    read = read_job([write(tmp_path, "shape: gpt2-nano\nmax_steps: 3\nbf16: false\n"), *words])
+    assert read.training[key] == value
+    assert type(read.training[key]) is type(value)
+
+
+def test_yaml_reads_numbers_and_words_as_people_mean_them(tmp_path: Path) -> None:
+    """YAML 1.1 makes a string of 5e-4 and False of no."""
+    read = read_job([write(tmp_path, "shape: gpt2-nano\nlearning_rate: 5e-4\neval_strategy: no\n")])
+    assert read.training["learning_rate"] == 5e-4
+    assert read.training["eval_strategy"] == "no"
+
+
+def test_model_on_the_command_line_takes_the_place_of_shape(tmp_path: Path) -> None:
+    path = write(tmp_path, "shape: gpt2-nano\n")
+    read = read_job([path, "--model", "some/model"])
+    assert (read.model, read.shape) == ("some/model", None)
+    with pytest.raises(ValueError, match="either model or shape"):
+        read_job([path, "--model", "some/model", "--shape", "gpt2-nano"])
+    with pytest.raises(ValueError, match="either model or shape"):
+        read_job([write(tmp_path, "seq_len: 8\n")])
+
+
+def test_resume_with_and_without_a_checkpoint(tmp_path: Path) -> None:
+    path = write(tmp_path, "shape: gpt2-nano\n")
+    assert read_job([path, "--resume", "--max_steps", "2"]).resume is True
+    assert read_job([path, "--resume", "out/checkpoint-5"]).resume == "out/checkpoint-5"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("shape: gpt2-nano\nlerning_rate: 1.0", [], "job.yaml: unknown key 'lerning_rate'.*'learning_rate'"),
+        ("shape: gpt2-nano", ["--seqlen", "8"], "command line: unknown key 'seqlen'.*'seq_len'"),
+        ("shape: gpt2-nano\nconfig: x", [], "unknown key 'config'"),
+        ("shape: gpt2-nano\nseq_len: 1", [], "seq_len: expected at least 2 tokens, got 1"),
+        ("shape: gpt2-nano\nseq_len: long", [], "seq_len: expected int or none, got 'long'"),
+        ("shape: gpt2-nano\npatch: 1", [], "patch: expected bool, got 1"),
+        ("shape: gpt2-nano\nmax_steps: 1.5", [], "max_steps: expected int, got 1.5"),
+        ("shape: gpt2-nano\nbf16: maybe", [], "bf16: expected bool, got 'maybe'"),
+        ("shape: gpt2-nano\nlearning_rate: true", [], "learning_rate: expected float, got True"),
+        (
+            "shape: gpt2-nano\ncontext_parallel_size: 2",
+            [],
+            "context_parallel_size: only 1 is served yet, got 2",
+        ),
+        ("shape: gpt2-nano", ["max_steps", "3"], "expected --key value, got 'max_steps'"),
+        ("shape: [gpt2", [], "not a YAML file"),
+        ("- a\n- b", [], "expected lines of 'key: value', got list"),
+        ("", [], "expected lines of 'key: value', got NoneType"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as error:
+        read_job([write(tmp_path, text), *words])
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_names_near_ones(tmp_path: Path) -> None:
+    write(tmp_path, "shape: gpt2-nano", name="tiny_model.yaml")
+    with pytest.raises(ValueError, match=r"no file .*tinymodel.yaml.*near it: .*tiny_model.yaml"):
+        read_job([str(tmp_path / "tinymodel.yaml")])
+    with pytest.raises(ValueError, match=r"gpt2-nano_stdlib_cpu.yaml"):
+        read_job(["gpt2-nano_stdlib.yaml"])
+    with pytest.raises(ValueError, match="can't read"):
+        read_job([str(tmp_path)])
+
+
+def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
+    (tmp_path / "shapes").mkdir()
+    write(tmp_path / "shapes", "model_type: gpt2\nn_embd: 24\nn_head: 2", name="mine.yaml")
+    assert load_shape("mine", beside=tmp_path).hidden_size == 24
+    assert load_shape("gpt2-nano", beside=tmp_path).hidden_size == 128
+    assert load_shape(str(tmp_path / "shapes" / "mine.yaml")).hidden_size == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n_embd: 24", "expected model_type"),
+        ("model_type: gpt2\nn_layers: 2", "GPT2Config has no field 'n_layers'; the nearest is 'n_layer'"),
+        ("model_type: no-such-model", "no-such-model"),
+    ],
+)
+def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        load_shape(write(tmp_path, text))
+
+
+def test_a_missing_shape_names_near_ones() -> None:
+    with pytest.raises(ValueError, match=r"near it: .*gpt2-nano.yaml"):
+        load_shape("gpt2-nan")
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "elsewhere"}])
+def test_one_process_needs_no_launcher(environment: dict[str, str]) -> None:
+    check_launch(job(), environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({"RANK": "0"}, "LOCAL_RANK, WORLD_SIZE, MASTER_PORT, MASTER_ADDR missing"),
+        ({"LOCAL_RANK": "0"}, "missing"),
+        ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR missing"),
+        ({k: v for k, v in LAUNCHED.items() if k != "WORLD_SIZE"}, "WORLD_SIZE missing"),
+    ],
+)
+def test_half_a_launch_prints_the_right_line(environment: dict[str, str], missing: str) -> None:
+    with pytest.raises(ValueError, match=missing) as error:
+        check_launch(job(), environment)
+    processes = environment.get("WORLD_SIZE", "N")
+    line = f"torchrun --nproc-per-node {processes} -m streamattn.finetune configs/x.yaml"
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"RANK": "one"}, "RANK: expected a whole number, got 'one'"),
+        ({"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
+    ],
+)
+def test_wrong_variables(changed: dict[str, str], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        check_launch(job(), LAUNCHED | changed)
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch/pytorch#68666: an early, clear error instead of an invalid device ordinal."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"2 processes on this host but 1 visible GPU; .*--nproc-per-node 1"):
+        check_launch(job(), LAUNCHED)
+    # On the CPU that many processes are fine; the next check is the master's.
+    with pytest.raises(ConnectionError, match="no master"):
+        check_launch(job(use_cpu=True, ddp_timeout=0), LAUNCHED | {"MASTER_PORT": str(free_port())})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_unreachable_master_is_given_up_in_time(address: str) -> None:
+    environment = LAUNCHED | {"MASTER_PORT": str(free_port()), "MASTER_ADDR": address}
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=f"no master at MASTER_ADDR={address}") as error:
+        check_launch(job(ddp_timeout=1), environment)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - start < 15
+
+
+def test_a_reachable_master_passes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        check_launch(job(ddp_timeout=5), LAUNCHED | {"MASTER_PORT": port})
+
+
+def test_the_process_that_hosts_the_store_reaches_itself() -> None:
+    first = LAUNCHED | {"RANK": "0", "LOCAL_RANK": "0"}
+    check_launch(job(ddp_timeout=5), first | {"MASTER_PORT": str(free_port())})
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConnectionError, match=f"MASTER_PORT: can't listen on {port}"):
+            check_launch(job(ddp_timeout=5), first | {"MASTER_PORT": port})
+        # torchrun's agent hosts the store itself.
+        check_launch(
+            job(ddp_timeout=5), first | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        )

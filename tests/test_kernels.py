@@ -1,0 +1,41 @@
+"""Runs the tests of the portable kernels in Triton's interpreter, in processes of their own.
+
+The interpreter is chosen when Triton is imported, for the whole process. Here it would change what every
+other test of the process means: which backends are available, and how kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+numpy = pytest.importorskip("numpy", reason="Triton's interpreter needs numpy")
+
+ROOT = Path(__file__).parents[1]
+
+
+def version_of(module: ModuleType) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    version_of(triton) < (3, 7) and version_of(numpy) >= (2, 4),
+    reason="this Triton's interpreter fails on loops with run-time bounds under numpy 2.4 and newer",
+)
+@pytest.mark.parametrize("part", ["test_forward.py", "test_backward.py", "test_primitives.py"])
+def test_kernels_in_the_interpreter(part):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{part}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        environment.pop(name, None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

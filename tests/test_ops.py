@@ -1,0 +1,363 @@
+"""The operators as PyTorch sees them: schemas, fake kernels, torch.compile, autograd, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from streamattn import attention
+from streamattn.pattern import UNBOUNDED
+from tests.cases import Case, Inputs, expected, judge, run
+from tests.oracle import attend
+
+CASES = {
+    "full": Case(),
+    "causal": Case(causal=True),
+    "grouped": Case(q_heads=4, causal=True, kv_len=11),
+    "window": Case(window_size=3, q_len=9, kv_len=9),
+    "bool": Case(mask="bool"),
+    "additive": Case(mask="additive_heads", value_dim=24),
+    "trained": Case(mask="trained"),
+    "trained_keys": Case(mask="trained_keys", softcap=3.0),
+    "segments": Case(segments="ids", causal=True),
+    "lengths": Case(lengths="ragged", q_len=3, kv_len=9, causal=True),
+    "softcap": Case(softcap=3.0),
+    "fused": Case(layout="fused", causal=True),
+    "transposed": Case(layout="bthd"),
+    "empty": Case(q_len=0, kv_len=4),
+}
+
+
+def op_arguments(inputs: Inputs, *, seed: Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
+    """Arguments of torch.ops.streamattn.attention_forward."""
+    options = inputs.options
+    window = options.get("window_size")
+    left, right = (window - 1, 0) if isinstance(window, int) else (UNBOUNDED, UNBOUNDED)
+    segments = options.get("segment_ids")
+    return (
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        options.get("attn_mask"),
+        segments,
+        segments,
+        options.get("kv_lengths"),
+        seed,
+        inputs.q.shape[-1] ** -0.5,
+        left,
+        0 if options.get("causal") else right,
+        options.get("softcap", 0.0),
+        0.25 if seed is not None else 0.0,
+        backend,
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck_of_the_forward(name, backend):
+    arguments = op_arguments(CASES[name].build(), backend=backend)
+    torch.library.opcheck(torch.ops.streamattn.attention_forward.default, arguments)
+
+
+def test_opcheck_of_the_forward_with_dropout():
+    arguments = op_arguments(Case().build(), seed=torch.tensor([7]))
+    torch.library.opcheck(torch.ops.streamattn.attention_forward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck_of_the_backward(name, backend, with_dlse, dtype):
+    inputs = CASES[name].build(dtype)
+    q, k, v, *rest = (
+        x.detach() if isinstance(x, Tensor) else x for x in op_arguments(inputs, backend=backend)
+    )
+    out, lse = torch.ops.streamattn.attention_forward(q, k, v, *rest)
+    mask = inputs.options.get("attn_mask")
+    mask_grad = mask is not None and mask.requires_grad
+    dlse = inputs.dlse.to(lse.dtype) if with_dlse else None
+    torch.library.opcheck(
+        torch.ops.streamattn.attention_backward.default,
+        (inputs.dout, dlse, q, k, v, out, lse, *rest, mask_grad),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_fake_kernels_know_shapes_dtypes_and_strides(name, backend, dtype):
+    inputs = CASES[name].build(dtype)
+    mask = inputs.options.get("attn_mask")
+    mask_grad = mask is not None and mask.requires_grad
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in op_arguments(inputs, backend=backend)]
+
+    def both(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+        out, lse = torch.ops.streamattn.attention_forward(q, k, v, *rest)
+        dout = torch.ones_like(out)
+        grads = torch.ops.streamattn.attention_backward(dout, None, q, k, v, out, lse, *rest, mask_grad)
+        return [out, lse, *grads]
+
+    real = both(*arguments)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = both(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    for left, right in zip(real, fake, strict=True):
+        assert (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+        if left.numel():
+            assert left.stride() == right.stride()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "empty"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_gradcheck(name, backend):
+    inputs = CASES[name].build(torch.float64)
+    options = dict(inputs.options)
+    mask = options.pop("attn_mask", None)
+    tensors = [inputs.q, inputs.k, inputs.v, mask]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, attn_mask=attn_mask, **options, return_lse=True, backend=backend)
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+
+
+def test_gradcheck_entry_by_entry_in_slow_mode():
+    inputs = Case(batch=1, q_heads=2, kv_heads=1, q_len=3, kv_len=4, head_dim=2, causal=True).build(
+        torch.float64
+    )
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, causal=True, return_lse=True), (inputs.q, inputs.k, inputs.v)
+    )
+
+
+def right_or_refused(compute, want) -> None:
+    """`compute()` gives `want()`, or raises with a sentence."""
+    try:
+        got = compute()
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        if len(str(error)) <= 20:
+            raise AssertionError(f"no explanation: {error!r}") from error
+        return
+    torch.testing.assert_close(got, want(), rtol=0, atol=1e-10)
+
+
+DIFFERENTIATED = {
+    "full": {},
+    "causal": {"causal": True},
+    "softcap": {"softcap": 2.0},
+    "window": {"window_size": 3},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_double_backward_is_right_or_refused(name, backend):
+    inputs = Case().build(torch.float64)
+    options = DIFFERENTIATED[name]
+
+    def second(fn) -> list[Tensor]:
+        out = fn(inputs.q, inputs.k, inputs.v, **options)
+        (dq,) = torch.autograd.grad(out.sin().sum(), inputs.q, create_graph=True)
+        return list(torch.autograd.grad(dq.square().sum(), [inputs.q, inputs.k, inputs.v]))
+
+    right_or_refused(
+        lambda: second(lambda *a, **o: attention(*a, **o, backend=backend)),
+        lambda: second(lambda *a, **o: attend(*a, **o)[0]),
+    )
+
+
+def test_a_penalty_on_gradients_never_loses_the_gradient_silently():
+    """With create_graph the first gradient either carries a graph or refuses; it is no constant."""
+    inputs = Case().build(torch.float64)
+    (dq,) = torch.autograd.grad(attention(inputs.q, inputs.k, inputs.v).sum(), inputs.q, create_graph=True)
+    assert dq.requires_grad
+    want = torch.autograd.grad(attend(inputs.q, inputs.k, inputs.v)[0].sum(), inputs.q, create_graph=True)[0]
+    right_or_refused(
+        lambda: torch.autograd.grad(dq.sum(), inputs.k)[0],
+        lambda: torch.autograd.grad(want.sum(), inputs.k)[0],
+    )
+
+
+@pytest.mark.parametrize("carrier", ["q", "k", "v", "attn_mask"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_right_or_refused(carrier, backend, grad):
+    inputs = Case().build(torch.float64)
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "attn_mask": torch.randn(8, 8, dtype=torch.float64)}
+    named = {name: x.detach().requires_grad_(grad) for name, x in named.items()}
+    tangent = torch.randn_like(named[carrier])
+
+    def jvp(fn) -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(named[carrier], tangent)
+            out = fn(**{**named, carrier: dual})
+            made = forward_ad.unpack_dual(out).tangent
+            assert made is not None, "the tangent was dropped silently"
+            return made
+
+    right_or_refused(
+        lambda: jvp(lambda **a: attention(**a, backend=backend)), lambda: jvp(lambda **a: attend(**a)[0])
+    )
+
+
+def test_functional_jvp_is_right_or_refused():
+    inputs = Case(causal=True).build(torch.float64)
+    primals = tuple(x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    tangents = tuple(torch.randn_like(x) for x in primals)
+    right_or_refused(
+        lambda: torch.func.jvp(lambda *a: attention(*a, causal=True), primals, tangents)[1],
+        lambda: torch.func.jvp(lambda *a: attend(*a, causal=True)[0], primals, tangents)[1],
+    )
+
+
+def test_plain_calls_inside_a_dual_level_still_work():
+    inputs = Case().build(torch.float64)
+    with forward_ad.dual_level():
+        out = attention(inputs.q, inputs.k, inputs.v)
+    torch.testing.assert_close(out, attend(inputs.q, inputs.k, inputs.v)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 0, 0)], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_is_right_or_refused(in_dims, grad):
+    inputs = Case(batch=3, q_heads=2, kv_heads=2).build(torch.float64)
+    stacked = [
+        torch.stack([x.detach(), 2 * x.detach()], dim) if dim is not None else x.detach()
+        for x, dim in zip((inputs.q, inputs.k, inputs.v), in_dims, strict=True)
+    ]
+    stacked = [x.requires_grad_(grad) for x in stacked]
+    right_or_refused(
+        lambda: torch.vmap(lambda q, k, v: attention(q, k, v, causal=True), in_dims)(*stacked),
+        lambda: torch.vmap(lambda q, k, v: attend(q, k, v, causal=True)[0], in_dims)(*stacked),
+    )
+
+
+def test_functional_grad_is_right_or_refused():
+    inputs = Case().build(torch.float64)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    right_or_refused(
+        lambda: torch.func.grad(lambda q: attention(q, k, v).sin().sum())(q),
+        lambda: torch.func.grad(lambda q: attend(q, k, v)[0].sin().sum())(q),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "grouped", "bool", "trained", "segments", "lengths", "fused"]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_cold_compile_has_no_graph_break(name, dynamic):
+    """Forward and backward through AOT autograd; fullgraph raises at any break."""
+    torch._dynamo.reset()
+    case = CASES[name]
+    inputs = case.build()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    judge(run(compiled, inputs, return_lse=True), expected(inputs), torch.float32, name)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.3}], ids=str)
+def test_inductor_compiles_the_function(options):
+    torch._dynamo.reset()
+    inputs = Case().build()
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 2.0, k, v, **options).transpose(1, 2).reshape(2, 8, 32).sin()
+
+    compiled = torch.compile(step, fullgraph=True)
+    out = compiled(inputs.q, inputs.k, inputs.v)
+    grads = torch.autograd.grad(out.sum(), [inputs.q, inputs.k, inputs.v])
+    assert all(x.isfinite().all() for x in (out, *grads))
+    if "dropout_p" not in options:
+        want = step(inputs.q, inputs.k, inputs.v)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(grads, torch.autograd.grad(want.sum(), [inputs.q, inputs.k, inputs.v]))
+
+
+def test_one_graph_serves_every_length():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for size in (8, 12, 40, 17):
+        inputs = Case(q_len=size, kv_len=size, causal=True).build()
+        judge(run(compiled, inputs, return_lse=True), expected(inputs), torch.float32)
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1
+
+
+def test_lengths_out_of_range_are_clamped_where_they_are_not_read():
+    """A compiled call can't look at values: it clamps to [0, Tk] as the kernels do."""
+    torch._dynamo.reset()
+    inputs = Case(causal=True).build()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    out = compiled(inputs.q, inputs.k, inputs.v, causal=True, kv_lengths=torch.tensor([-3, 99]))
+    want = attend(inputs.q, inputs.k, inputs.v, causal=True, kv_lengths=torch.tensor([0, 8]))[0]
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+def test_autocast_casts_as_sdpa_does():
+    inputs = Case(causal=True).build()
+    with torch.no_grad():
+        for x in (inputs.q, inputs.k, inputs.v):
+            x.copy_(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(lambda *a, **o: attention(*a, **o, return_lse=True), inputs)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True)
+    assert got["out"].dtype == sdpa.dtype == torch.bfloat16
+    assert got["lse"].dtype == torch.float32
+    assert got["dq"].dtype == torch.float32
+    judge(got, expected(inputs), torch.bfloat16)
+
+
+def test_autocast_aligns_mixed_dtypes():
+    q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v))
+
+
+def test_float64_stays_float64_under_autocast():
+    inputs = Case().build(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(inputs.q, inputs.k, inputs.v)
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, attend(inputs.q, inputs.k, inputs.v)[0], rtol=0, atol=1e-12)
+
+
+def test_checkpointing_replays_the_same_dropout_mask():
+    inputs = Case().build(torch.float64)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    plain = step(inputs.q, inputs.k, inputs.v)
+    want = torch.autograd.grad(plain, [inputs.q, inputs.k, inputs.v], inputs.dout)
+    torch.manual_seed(3)
+    out = checkpoint(step, inputs.q, inputs.k, inputs.v, use_reentrant=False)
+    got = torch.autograd.grad(out, [inputs.q, inputs.k, inputs.v], inputs.dout)
+    assert torch.equal(out, plain)
+    for left, right in zip(got, want, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_same_bits_at_every_call(backend):
+    inputs = Case(q_heads=4, q_len=40, kv_len=40, causal=True).build()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run(lambda *a, **o: attention(*a, **o, return_lse=True, backend=backend), inputs)
+        for _ in range(5):
+            again = run(lambda *a, **o: attention(*a, **o, return_lse=True, backend=backend), inputs)
+            for name, x in first.tensors.items():
+                assert torch.equal(x, again[name]), name
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,566 @@
+"""Patched models against unpatched eager ones: masks, caches, generation, training, weights, compilation."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import patches.hf
+from patches import patch_model, unpatch_model
+from tests.hf_models import (
+    FAMILIES,
+    TOLERANCE,
+    build,
+    cache_argument,
+    dynamic_cache,
+    error_where,
+    gradient_error,
+    gradients,
+    greedy,
+    left_padding,
+    pair,
+    static_cache,
+    takes_cache_objects,
+    tokens,
+    twin,
+)
+
+ATTENTIONS = ("eager", "sdpa")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=ATTENTIONS)
+def attn(request: pytest.FixtureRequest) -> str:
+    """The implementation that the model is configured for, which decides what masks its layers get."""
+    return request.param
+
+
+def spy_attention(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the arguments of every call of `attention` by a patched layer."""
+    calls: list[dict[str, Any]] = []
+    original = patches.hf.attention
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        result = original(q, k, v, **options)
+        calls.append({"q": q, "k": k, "v": v, "result": result, **options})
+        return result
+
+    monkeypatch.setattr(patches.hf, "attention", recording)
+    return calls
+
+
+# Logits and gradients
+
+
+@pytest.mark.parametrize("padding", ["none", "all ones", "left", "right", "hole"])
+def test_logits_and_gradients_equal_eager(family: str, attn: str, padding: str) -> None:
+    patched, reference = pair(family, attn)
+    ids = tokens(2, 21)
+    mask = None
+    if padding != "none":
+        mask = torch.ones_like(ids)
+        where = {"left": slice(0, 6), "right": slice(15, None), "hole": slice(7, 10)}.get(padding)
+        if where is not None:
+            mask[1, where] = 0
+    with torch.no_grad():
+        a = patched(input_ids=ids, attention_mask=mask).logits
+        b = reference(input_ids=ids, attention_mask=mask).logits
+    assert error_where(mask, a, b) < TOLERANCE
+    keep = None if mask is None else mask
+    assert gradient_error(gradients(patched, ids, keep), gradients(reference, ids, keep)) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 2, 33])
+def test_short_and_odd_lengths(family: str, length: int) -> None:
+    patched, reference = pair(family)
+    ids = tokens(2, length)
+    assert error_where(None, patched(ids).logits, reference(ids).logits) < TOLERANCE
+
+
+def test_a_users_bool_mask_is_obeyed_and_stays_causal(family: str) -> None:
+    if not takes_cache_objects(family):
+        pytest.skip("this release flattens a 4-D mask")
+    patched, _ = pair(family, "sdpa")
+    ids = tokens(1, 8)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    mask[..., 2] = False
+    mask[..., 2, 2] = True
+    base = patched(input_ids=ids, attention_mask=mask).logits
+    hidden, future = ids.clone(), ids.clone()
+    hidden[0, 2] = 3 + (ids[0, 2] == 3)
+    future[0, 7] = 3 + (ids[0, 7] == 3)
+    untouched = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])
+    assert error_where(untouched, patched(input_ids=hidden, attention_mask=mask).logits, base) == 0
+    assert (
+        error_where(torch.arange(8)[None] < 7, patched(input_ids=future, attention_mask=mask).logits, base)
+        == 0
+    )
+
+
+def test_a_users_additive_mask_equals_eager(family: str) -> None:
+    if not takes_cache_objects(family):
+        pytest.skip("this release flattens a 4-D mask")
+    patched, reference = pair(family, "eager")
+    ids = tokens(2, 9)
+    causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
+    mask = causal + torch.randn(2, 1, 9, 9)
+    assert error_where(
+        None, patched(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits
+    ) < (TOLERANCE)
+
+
+def test_masks_stay_unmaterialised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mask serves all heads, as a broadcast dimension."""
+    patched, _ = pair(family, "sdpa")
+    calls = spy_attention(monkeypatch)
+    ids, mask = left_padding(tokens(2, 8), 0, 3)
+    patched(ids, attention_mask=mask)
+    assert len(calls) == 3
+    assert all(call["attn_mask"] is not None and call["attn_mask"].shape[1] == 1 for call in calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_two_dimensional_masks_over_keys(dtype: torch.dtype) -> None:
+    """What a model configured for flash attention hands down."""
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    out, _ = patches.hf.attend(q, k, v, causal=True, mask=mask.to(dtype), scale=0.5)
+    expected, _ = patches.hf.attend(q, k, v, causal=True, mask=mask[:, None, None].bool(), scale=0.5)
+    assert torch.equal(out, expected)
+    alone, _ = patches.hf.attend(q[1:, :, 2:], k[1:, :, 2:], v[1:, :, 2:], causal=True, mask=None, scale=0.5)
+    assert torch.allclose(out[1:, :, 2:], alone, atol=1e-6)
+
+
+def test_masks_of_another_kind_raise() -> None:
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ValueError, match="a str"):
+        patches.hf.attend(q, q, q, causal=True, mask="flex", scale=1.0)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        patches.hf.attend(q, q, q, causal=True, mask=torch.ones(1, 3, 3), scale=1.0)
+
+
+def test_v_decides_the_dtype() -> None:
+    q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
+    out, _ = patches.hf.attend(q, k, v, causal=True, mask=None, scale=1.0)
+    assert out.dtype == torch.bfloat16
+
+
+# Caches
+
+
+def test_chunked_prefill_equals_one_pass(family: str, attn: str) -> None:
+    patched, _ = pair(family, attn)
+    ids = tokens(2, 12)
+    name = cache_argument(patched)
+    with torch.no_grad():
+        whole = patched(ids).logits
+        first = patched(ids[:, :5], use_cache=True)
+        second = patched(ids[:, 5:11], use_cache=True, **{name: first[name]})
+        third = patched(ids[:, 11:], use_cache=True, **{name: second[name]})
+    chunks = torch.cat([first.logits, second.logits, third.logits], dim=1)
+    assert error_where(None, chunks, whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+def test_static_cache_prefill_and_steps(family: str, attn: str, pads: tuple[int, int]) -> None:
+    """An empty static cache comes with more keys than queries, and sometimes without a mask."""
+    if not takes_cache_objects(family):
+        pytest.skip("GPT-2 takes no cache objects in this release")
+    patched, reference = pair(family, attn)
+    ids, mask = left_padding(tokens(2, 12), *pads)
+    given = (lambda end: mask[:, :end]) if any(pads) else (lambda end: None)
+    cache = static_cache(patched, 2, 40)
+    name = cache_argument(patched)
+    logits = []
+    with torch.no_grad():
+        for start, end in ((0, 7), (7, 10), (10, 11), (11, 12)):
+            options: dict[str, Any] = {name: cache, "use_cache": True, "attention_mask": given(end)}
+            if "cache_position" in inspect.signature(patched.forward).parameters:
+                options["cache_position"] = torch.arange(start, end)
+            logits.append(patched(ids[:, start:end], **options).logits)
+        expected = reference(ids, attention_mask=given(12)).logits
+    assert error_where(mask, torch.cat(logits, dim=1), expected) < TOLERANCE
+
+
+def test_static_length_on_a_device_equals_the_slice() -> None:
+    """Where reading the fill level would stall a device it stays a tensor: the same result."""
+    q, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 9, 8), torch.randn(2, 1, 9, 8)
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    mask[1, ..., 0] = False
+    for given in (None, mask):
+        sliced, weights = patches.hf.attend(
+            q, k, v, causal=True, mask=given, scale=0.3, filled=5, need_weights=True
+        )
+        out, long = patches.hf.attend(
+            q, k, v, causal=True, mask=given, scale=0.3, filled=torch.tensor(5), need_weights=True
+        )
+        assert torch.allclose(out, sliced, atol=1e-6)
+        assert weights is not None and long is not None
+        assert torch.allclose(long[..., :5], weights, atol=1e-6)
+        assert not long[..., 5:].any()
+
+
+def test_a_foreign_cache_raises(family: str) -> None:
+    patched, _ = pair(family)
+    layer = patched.get_submodule("transformer.h.0.attn" if family == "gpt2" else "model.layers.0.self_attn")
+    angles = torch.ones(1, 3, 12)
+    rest = {} if family == "gpt2" else {"position_embeddings": (angles, angles)}
+    with pytest.raises(ValueError, match=r"expected a transformers\.Cache, got object"):
+        layer(torch.randn(1, 3, 48), past_key_values=object(), attention_mask=None, **rest)
+
+
+def test_a_cache_keeps_the_dtype_of_v() -> None:
+    """Some caches take the dtype of the first keys for both."""
+    k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
+    keys, values, filled = patches.hf.update_cache(dynamic_cache(), k, v, 0)
+    assert keys.dtype == values.dtype == torch.bfloat16
+    assert filled is None
+
+
+# Generation
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
+def test_greedy_generation_token_for_token(family: str, attn: str, cache: str, pads: tuple[int, int]) -> None:
+    patched, reference = pair(family, attn)
+    ids, mask = left_padding(tokens(2, 16), *pads)
+    options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    assert torch.equal(greedy(patched, ids, mask, **options), greedy(reference, ids, mask))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"use_cache": False}]
+)
+def test_other_generation(family: str, options: dict[str, Any]) -> None:
+    patched, reference = pair(family)
+    ids, mask = left_padding(tokens(2, 10), 0, 4)
+    found = []
+    for model in (patched, reference):
+        torch.manual_seed(7)
+        found.append(greedy(model, ids, mask, count=24, **options))
+    assert torch.equal(*found)
+
+
+# Training
+
+
+def losses(model: torch.nn.Module, steps: int) -> list[float]:
+    """Losses of `steps` AdamW steps on left-padded batches, padding's labels masked."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for step in range(steps):
+        ids, mask = left_padding(tokens(3, 18, seed=step % 7), 0, 3, step % 8)
+        labels = ids.masked_fill(mask == 0, -100).scatter(1, mask.argmax(1, keepdim=True), -100)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_fifty_training_steps_agree(family: str) -> None:
+    off: dict[str, Any] = (
+        {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
+    )
+    patched, reference = pair(family, **off)
+    a, b = losses(patched.train(), 50), losses(reference.train(), 50)
+    assert b[-1] < 0.8 * b[0]
+    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    """Recomputation draws the same dropout and appends to no cache."""
+    dropout: dict[str, Any] = {"attn_pdrop": 0.3} if family == "gpt2" else {"attention_dropout": 0.3}
+    plain, _ = pair(family, **dropout)
+    checkpointed = twin(plain)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
+    ids = tokens(2, 12)
+    found = []
+    for model in (plain, checkpointed):
+        torch.manual_seed(3)
+        found.append(gradients(model.train(), ids))
+    assert gradient_error(*found) < 1e-6
+
+
+def test_dropout_in_training_only(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropout: dict[str, Any] = {"attn_pdrop": 0.25} if family == "gpt2" else {"attention_dropout": 0.25}
+    patched, _ = pair(family, **dropout)
+    calls = spy_attention(monkeypatch)
+    ids = tokens(1, 6)
+    patched(ids)
+    patched.train()(ids)
+    assert [call["dropout_p"] for call in calls] == [0.0] * 3 + [0.25] * 3
+
+
+def test_dropout_follows_the_seed(family: str) -> None:
+    off: dict[str, Any] = (
+        {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.4}
+        if family == "gpt2"
+        else {"attention_dropout": 0.4}
+    )
+    patched, _ = pair(family, **off)
+    patched.train()
+    ids = tokens(1, 12)
+
+    def draw(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return patched(ids).logits
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.allclose(draw(1), draw(2), atol=1e-2)
+
+
+def test_generation_while_training(family: str) -> None:
+    """huggingface/transformers#42586: `.train()`, then `generate()`."""
+    off: dict[str, Any] = (
+        {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
+    )
+    patched, reference = pair(family, **off)
+    ids = tokens(1, 6)
+    assert torch.equal(greedy(patched.train(), ids, count=12), greedy(reference, ids, count=12))
+
+
+# Attention weights
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 3)])
+def test_weights_equal_eager(family: str, attn: str, pads: tuple[int, int]) -> None:
+    patched, reference = pair(family, attn)
+    ids, mask = left_padding(tokens(2, 9), *pads)
+    given = mask if any(pads) else None
+    a = patched(ids, attention_mask=given, output_attentions=True).attentions
+    b = reference(ids, attention_mask=given, output_attentions=True).attentions
+    assert len(a) == len(b) == 3
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape == (2, 4, 9, 9)
+        assert error_where(mask, x.transpose(1, 2), y.transpose(1, 2)) < 1e-5
+
+
+def test_weights_of_cached_steps_equal_eager(family: str) -> None:
+    patched, reference = pair(family, "eager")
+    ids, mask = left_padding(tokens(2, 8), 0, 3)
+    found = []
+    for model in (patched, reference):
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                min_new_tokens=4,
+                max_new_tokens=4,
+                output_attentions=True,
+                return_dict_in_generate=True,
+            )
+        found.append(out.attentions)
+    for step, (a, b) in enumerate(zip(*found, strict=True)):
+        for x, y in zip(a, b, strict=True):
+            keep = mask if step == 0 else None
+            assert x.shape == y.shape
+            assert error_where(keep, x.transpose(1, 2), y.transpose(1, 2)) < 1e-5
+
+
+def test_weights_are_differentiable(family: str) -> None:
+    patched, reference = pair(family, "eager")
+    ids = tokens(1, 7)
+    found = []
+    for model in (patched, reference):
+        weights = model(ids, output_attentions=True).attentions
+        probe = torch.randn(weights[0].shape, generator=torch.Generator().manual_seed(1))
+        torch.stack([(w * probe).sum() for w in weights]).sum().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()})
+    common = {n: found[1][n] for n in found[0]}
+    assert len(common) > 10
+    assert gradient_error(found[0], common) < TOLERANCE
+
+
+def test_weights_are_computed_only_when_asked_for(
+    family: str, attn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched, _ = pair(family, attn)
+    calls: list[int] = []
+    original = patches.hf._weights
+    monkeypatch.setattr(patches.hf, "_weights", lambda *args: calls.append(1) or original(*args))
+    ids = tokens(1, 5)
+    patched(ids)
+    assert not calls
+    patched(ids, output_attentions=True)
+    assert len(calls) == 3
+    patched(ids)
+    assert len(calls) == 3
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles_without_a_graph_break(family: str, padded: bool) -> None:
+    torch.compiler.reset()
+    patched, reference = pair(family)
+    ids, mask = left_padding(tokens(2, 12), 0, 4 if padded else 0)
+    options = {"attention_mask": mask if padded else None, "use_cache": False}
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    logits = compiled(ids, **options).logits
+    assert error_where(mask, logits, reference(ids, **options).logits) < TOLERANCE
+    logits.square().mean().backward()
+    assert all(p.grad is not None for p in patched.parameters())
+
+
+def test_a_step_on_a_static_cache_compiles(family: str) -> None:
+    """`generate` compiles the steps on a static cache by itself where there is a GPU."""
+    if not takes_cache_objects(family):
+        pytest.skip("GPT-2 takes no cache objects in this release")
+    torch.compiler.reset()
+    patched, reference = pair(family)
+    ids, mask = left_padding(tokens(2, 9), 0, 3)
+    cache, name = static_cache(patched, 2, 16), cache_argument(patched)
+    step = torch.compile(patched.forward, backend="eager", fullgraph=True)
+    logits = []
+    with torch.no_grad():
+        for start, end in ((0, 7), (7, 8), (8, 9)):
+            visible = torch.arange(16) <= torch.arange(start, end)[:, None]
+            visible = visible & torch.nn.functional.pad(mask.bool(), (0, 7), value=True)[:, None, None]
+            options = {name: cache, "use_cache": True, "attention_mask": visible if start else mask[:, :end]}
+            if "cache_position" in inspect.signature(patched.forward).parameters:
+                options["cache_position"] = torch.arange(start, end)
+            logits.append((step if start else patched)(ids[:, start:end], **options).logits)
+        expected = reference(ids, attention_mask=mask).logits
+    assert error_where(mask, torch.cat(logits, 1), expected) < TOLERANCE
+
+
+def test_patching_a_compiled_model_takes_effect(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    model = build(family, "sdpa")
+    compiled: Any = torch.compile(model, backend="eager")
+    ids = tokens(1, 6)
+    before = compiled(ids, use_cache=False).logits
+    patch_model(compiled)
+    calls = spy_attention(monkeypatch)
+    with torch.no_grad():
+        after = compiled(ids, use_cache=False).logits
+    assert len(calls) >= 3
+    assert math.isclose(error_where(None, before, after), 0.0, abs_tol=TOLERANCE)
+
+
+# The slim mask of a wholly patched model
+
+needs_unchanged_masks = pytest.mark.skipif(
+    not patches.hf._MASKS_PASS_UNCHANGED, reason="models of this release make their masks themselves"
+)
+
+
+@needs_unchanged_masks
+def test_no_square_mask_is_made(family: str, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched, _ = pair(family, attn)
+    calls = spy_attention(monkeypatch)
+    ids, mask = left_padding(tokens(2, 9), 0, 4)
+    name = cache_argument(patched)
+    with torch.no_grad():
+        for given in (None, torch.ones_like(mask), mask):
+            first = patched(
+                ids[:, :8], attention_mask=None if given is None else given[:, :8], use_cache=True
+            )
+            patched(ids[:, 8:], attention_mask=given, use_cache=True, **{name: first[name]})
+    shapes = [None if call["attn_mask"] is None else tuple(call["attn_mask"].shape) for call in calls]
+    assert shapes == [None] * 12 + [(2, 1, 1, 8)] * 3 + [(2, 1, 1, 9)] * 3
+
+
+@needs_unchanged_masks
+def test_no_mask_is_compiled_in(family: str) -> None:
+    """Compiled models get a mask tensor from HuggingFace even where there is nothing to mask."""
+    torch.compiler.reset()
+    patched, _ = pair(family)
+    masks: list[Any] = []
+
+    def inspecting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in graph.graph.nodes:
+            if "attention_forward" in str(node.target):
+                masks.append(node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask"))
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(patched, backend=inspecting, fullgraph=True)(tokens(1, 6), use_cache=False)
+    assert masks == [None] * 3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_unpatched_layer_gets_its_whole_mask(family: str, attn: str, padded: bool) -> None:
+    """Layers that a filter left out, or that were restored or exchanged later, don't know causality."""
+    ids, mask = left_padding(tokens(2, 9), 0, 3 if padded else 0)
+    given = mask if padded else None
+    expected = build(family)(ids, attention_mask=given).logits
+    filtered = patch_model(build(family, attn), filter_fn=lambda module, name: ".1." in name)
+    restored = patch_model(build(family, attn))
+    unpatch_model(restored.get_submodule("transformer.h.2" if family == "gpt2" else "model.layers.2"))
+    for model in (filtered, restored):
+        assert error_where(mask, model(ids, attention_mask=given).logits, expected) < TOLERANCE
+
+
+def test_a_block_that_has_no_attention(family: str) -> None:
+    """Users exchange blocks; the hook then leaves the masks to the model."""
+    patched = patch_model(build(family))
+    ids = tokens(1, 6)
+    before = patched(ids).logits
+
+    class Nothing(torch.nn.Module):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (hidden_states, None) if plain_tuple else hidden_states
+
+    blocks = patched.transformer.h if family == "gpt2" else patched.model.layers
+    plain_tuple = isinstance(blocks[0](torch.randn(1, 2, 48), **block_arguments(family)), tuple)
+    blocks[2] = Nothing()
+    assert error_where(None, patched(ids, use_cache=False).logits, before) > 0.1
+
+
+def block_arguments(family: str) -> dict[str, Any]:
+    angles = torch.ones(1, 2, 12)
+    return {} if family == "gpt2" else {"position_embeddings": (angles, angles), "attention_mask": None}
+
+
+def test_unpatching_removes_the_hook(family: str) -> None:
+    model = build(family)
+    patch_model(patch_model(model))
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 1
+    unpatch_model(model)
+    assert all(not m._forward_pre_hooks and not m._forward_pre_hooks_with_kwargs for m in model.modules())
+
+
+def test_arguments_of_the_decoder_by_position(family: str) -> None:
+    """The hook finds the mask wherever it comes."""
+    patched, reference = pair(family)
+    ids, mask = left_padding(tokens(2, 9), 0, 3)
+    body = patched.transformer if family == "gpt2" else patched.model
+    names = list(inspect.signature(body.forward).parameters)
+    given = {"input_ids": ids, "attention_mask": mask}
+    args = [given.get(name) for name in names[: names.index("attention_mask") + 1]]
+    plain = reference.transformer if family == "gpt2" else reference.model
+    a, b = body(*args).last_hidden_state, plain(**given).last_hidden_state
+    assert error_where(mask, a, b) < TOLERANCE
+
+
+def test_embeddings_instead_of_tokens(family: str) -> None:
+    patched, reference = pair(family)
+    embeddings = torch.randn(2, 6, 48)
+    a, b = patched(inputs_embeds=embeddings).logits, reference(inputs_embeds=embeddings).logits
+    assert error_where(None, a, b) < TOLERANCE
+
+
+def test_a_bidirectional_configuration_is_refused(family: str) -> None:
+    model = build(family)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match=r"config\.is_causal is False"):
+        patch_model(model)
