@@ -138,7 +138,7 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
 
 def _join_process_group(job: Job) -> None:
     """Wait for all processes; TrainingArguments would do it without its ``ddp_timeout`` on the CPU."""
-    backend = job.training.get("ddp_backend") or ("gloo" if job.training["use_cpu"] else "nccl")
+    backend = job.training.get("ddp_backend") or ("gloo" if job.training.get("use_cpu") else "nccl")
     timeout = timedelta(seconds=job.training.get("ddp_timeout", TrainingArguments.ddp_timeout))
     try:
         dist.init_process_group(backend, timeout=timeout)

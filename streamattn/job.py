@@ -263,7 +263,7 @@ def check_launch(job: Job, environment: Mapping[str, str]) -> bool:
         raise ValueError(f"RANK: expected less than WORLD_SIZE={world_size}, got {rank}")
     local_processes = max(int(environment.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is not None and local_processes > gpus and not job.training["use_cpu"]:
+    if gpus is not None and local_processes > gpus and not job.training.get("use_cpu"):
         launch = _LAUNCH.format(processes=gpus, config=job.config)
         raise ValueError(
             f"{local_processes} processes on this host but {gpus} visible GPU{'s' * (gpus != 1)}; "
