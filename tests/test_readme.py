@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -69,6 +70,25 @@ def test_paths_exist() -> None:
 def test_backends_of_the_table_are_all_there_are() -> None:
     rows = re.findall(r"^\| `(\w+)` +\|", README, re.MULTILINE)
     assert sorted(rows) == sorted(backend.value for backend in Backend if backend is not Backend.AUTO)
+
+
+def test_figures_are_those_of_the_csv() -> None:
+    with (ROOT / "docs/measurements/attention_h100.csv").open() as file:
+        measured = list(csv.DictReader(file))
+    rows = re.findall(r"^\| (\d+) (full|causal) \| (\d+) \| (.+) \| (.+) \| (.+) \|$", README, re.MULTILINE)
+    assert len(rows) == 12
+    for head_dim, mask, seq_len, *figures in rows:
+        for provider, figure in zip(("streamattn", "sdpa_flash", "sdpa_cudnn"), figures, strict=True):
+            case = {
+                "head_dim": head_dim,
+                "causal": str(mask == "causal"),
+                "seq_len": seq_len,
+                "provider": provider,
+            }
+            (row,) = [row for row in measured if case.items() <= row.items()]
+            assert figure == " / ".join(
+                f"{float(row[f'{way}_tflops']):.0f}" for way in ("forward", "backward")
+            )
 
 
 def test_no_host_names_but_licences() -> None:
