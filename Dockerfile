@@ -1,6 +1,6 @@
-# An image with StreamAttn installed on a CUDA build of PyTorch. It was not built where it was written: no container
-# engine was at hand. Build it with `docker build -t streamattn .` and run it with
-# `docker run --rm --gpus all --ipc=host streamattn finetune configs/gpt2-nano_stdlib_cpu.yaml`.
+# An image with StreamAttn installed on a CUDA build of PyTorch. It was not built where it was written.
+# Build: `docker build -t streamattn .`
+# Run: `docker run --rm --gpus all --ipc=host streamattn finetune configs/gpt2-nano_stdlib_cpu.yaml`
 FROM python:3.12-slim
 
 # Triton compiles its launchers with the C compiler, at the first call of each kernel. torch's own wheels carry the CUDA

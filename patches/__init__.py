@@ -24,8 +24,7 @@ __all__ = ["PatchReport", "patch_model", "patch_report", "unpatch_model"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Where a bound `forward` can outlive a change of class: accelerate's hooks keep the original under the second
-# name.
+# Where a bound forward can outlive a change of class; accelerate's hooks keep it under the second name.
 _BOUND_FORWARDS = ("forward", "_old_forward")
 
 
@@ -57,20 +56,18 @@ def patch_model(
     with FSDP2's `fully_shard` and parametrize after patching, since both give the layer a class of their own.
 
     Args:
-        model: Any module that contains attention layers.
+        model: any module that contains attention layers.
         strict: True (default): if one selected layer can't be served, raise and leave the model unchanged.
-        False: leave
-            such layers alone; `patch_report` says why.
+            False: leave such layers alone; `patch_report` says why.
         filter_fn: ``filter_fn(module, name) -> bool`` selects the layers, named as in
-        `model.named_modules()`;
-            default all.
+            `model.named_modules()`; default all.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: Nothing to patch was found, or, when strict, a selected layer can't be served.
+        ValueError: nothing to patch was found, or, when strict, a selected layer can't be served.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expected a torch.nn.Module, got {type(model).__name__}")
@@ -111,7 +108,7 @@ def unpatch_model(model: Model) -> Model:
     """Give every patched attention layer its original class back, in place.
 
     Args:
-        model: A module, patched or not.
+        model: a module, patched or not.
 
     Returns:
         The same object.
@@ -129,7 +126,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     """Which attention layers of a model are patched, and why the others are not.
 
     Args:
-        model: A module, patched or not.
+        model: a module, patched or not.
 
     Returns:
         The report; printed, it lists every attention layer.

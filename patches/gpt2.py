@@ -7,8 +7,8 @@ before dropout.
 Layout: q, k, v are [B, H, T, D] views of the fused projection's output, read in place; the output's heads
 merge as a view.
 
-Left out on purpose: nothing that the eager layer does. Queries that see no key (padding) give 0 where eager
-gives the mean of the values; nobody reads those rows.
+Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
+reads those rows.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class StreamGPT2Attention(GPT2Attention):
 
         Args:
             hidden_states: [B, Tq, E].
-            *args: The other arguments by position.
-            **kwargs: The other arguments by name; `attention_mask` in any form HuggingFace makes.
+            *args: the other arguments by position.
+            **kwargs: the other arguments by name; `attention_mask` in any form HuggingFace makes.
 
         Returns:
-            ``(out [B, Tq, E], weights [B, H, Tq, Tk] or None)``; the oldest releases get ``(out, (k, v) or
-            None)`` and the weights behind it if asked for.
+            ``(out [B, Tq, E], weights [B, H, Tq, Tk] or None)``. The oldest releases get ``(out, present)``,
+            present being ``(k, v)`` or None, and the weights behind them if asked for.
 
         Raises:
-            ValueError: A cache or mask of a kind that can't be read, with what to pass instead.
+            ValueError: a cache or mask of a kind that can't be read, with what to pass instead.
         """
         kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
         cache = hf.cache_of(kwargs)

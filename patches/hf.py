@@ -30,7 +30,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
 from patches.registry import is_patched
-from streamattn.functional import attention
+from streamattn.functional import attention, resolve_window
+from streamattn.module import attention_weights
+
+try:
+    from transformers.cache_utils import StaticLayer
+except ImportError:  # before layers there was only one static cache
+    StaticLayer = StaticCache
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -43,7 +49,7 @@ CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _NO_MASK = (1, 1, 1, 1)
 """Shape of the mask that stands for none: 4-D, so that a model hands it on as it is."""
 
-_MASKS_PASS_UNCHANGED = find_spec("transformers.masking_utils") is not None
+MASKS_PASS_UNCHANGED = find_spec("transformers.masking_utils") is not None
 """Whether models hand 4-D masks on to their layers as they are."""
 
 _UPDATE_TAKES_POSITIONS = "cache_kwargs" in inspect.signature(Cache.update).parameters
@@ -101,6 +107,9 @@ def update_cache(
     Returns:
         ``(k, v, filled)``: all keys and values of the cache, and how many of them hold tokens: an int or an
         int64 scalar tensor for a static cache, None if every one does.
+
+    Raises:
+        ValueError: the cache is not a `transformers.Cache`.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -109,7 +118,7 @@ def update_cache(
         )
     k = k.to(v.dtype)  # a cache takes the dtype of the first keys for both
     filled = None
-    if isinstance(cache, StaticCache):
+    if _has_static_layer(cache):
         # Read before the update, which counts in place.
         if cache_position is not None:
             filled = cache_position[-1] + 1
@@ -146,35 +155,62 @@ def slim_mask(
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     cache = cache_of(given)
     cache = getattr(cache, "self_attention_cache", cache)
-    readable = not (torch.compiler.is_compiling() or _capturing())
-    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or isinstance(
-        cache, StaticCache
-    ):
+    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or _has_static_layer(cache):
         return None
-    if positions is not None and (positions.dim() != 2 or not readable):
+    if positions is not None and positions.dim() != 2:
         return None
     if not all(is_patched(layer) for layer in layers):
         return None
+    readable = _readable(mask, positions)
     if mask is not None and readable and bool(mask.all()):
         mask = None
     slim = None if mask is None else mask[:, None, None, :].bool()
     fresh = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
-    if slim is None and positions is not None and fresh:
+    if positions is not None and not readable:
+        # No value may be read, so every row is taken for a packed one, which is right for others too.
+        if not fresh or not MASKS_PASS_UNCHANGED:
+            return None
+        slim = _documents(positions.diff(dim=-1) <= 0)
+        if mask is not None:
+            slim = slim.masked_fill(~mask[:, None, None, :].bool(), -1)
+    elif slim is None and positions is not None and fresh:
         starts = positions.diff(dim=-1) <= 0
         if bool(starts.any()):
-            if not _MASKS_PASS_UNCHANGED:
+            if not MASKS_PASS_UNCHANGED:
                 raise ValueError(
                     "position_ids start again within a row, which means packed documents; this release of "
                     "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
                 )
-            slim = F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)[:, None, None, :]
-    if not _MASKS_PASS_UNCHANGED:
+            slim = _documents(starts)
+    if not MASKS_PASS_UNCHANGED:
         return None
     if slim is None:
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         slim = torch.ones(_NO_MASK, dtype=torch.bool, device=None if tokens is None else tokens.device)
-    return (), {**given, "attention_mask": slim}
+    place = names.index("attention_mask")
+    if place < len(args):
+        return (*args[:place], slim, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": slim}
+
+
+def _documents(starts: Tensor) -> Tensor:
+    """Documents of packed rows, int32 [B, 1, 1, T], from where the second and later tokens start one."""
+    return F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)[:, None, None, :]
+
+
+def _has_static_layer(cache: Any) -> bool:
+    """Whether a cache returns slots that hold no token yet."""
+    if isinstance(cache, StaticCache):
+        return True
+    return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
+
+
+def _readable(*tensors: Tensor | None) -> bool:
+    """Whether values may be read: not while a graph is made, nor of tensors without any."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _capturing():
+        return False
+    return all(x is None or (type(x) is Tensor and not x.is_meta) for x in tensors)
 
 
 def _capturing() -> bool:
@@ -203,17 +239,19 @@ def attend(
         v: [B, Hkv, Tk, Dv].
         causal: Whether a query sees only keys up to its own place; on top of `mask`.
         mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or
-        int32
-            [B, 1, 1, T], the documents of a packed row.
+            int32 [B, 1, 1, T], the documents of a packed row.
         scale: Factor of the scores.
         dropout_p: Probability of dropping a weight.
         filled: Number of keys that hold tokens, this call's included; None = all.
         cu_seqlens: int [N + 1], bounds of the documents of a packed row, as `DataCollatorWithFlattening`
-        gives them.
+            gives them.
         need_weights: Whether to compute the attention weights.
 
     Returns:
         ``(out, weights)``: out [B, Hq, Tq, Dv]; weights [B, Hq, Tq, Tk], before dropout, or None.
+
+    Raises:
+        ValueError: a mask of a kind that can't be read.
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
     kv_lengths = None
@@ -222,7 +260,7 @@ def attend(
     elif filled is not None:
         kv_lengths = filled.expand(q.shape[0])
     segment_ids = None
-    if isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4:
+    if isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 1:
         segment_ids, mask = mask[:, 0, 0].expand(q.shape[0], -1), None
     attn_mask = _as_attn_mask(mask, k.shape[2])
     if cu_seqlens is not None and q.shape[2] == k.shape[2]:
@@ -241,8 +279,17 @@ def attend(
     if not need_weights:
         return attention(q, k, v, **options), None
     out, lse = attention(q, k, v, **options, return_lse=True)
-    seen = _visible(q, k, causal, kv_lengths, segment_ids)
-    return out, _weights(q, k, lse, attn_mask, seen, scale)
+    weights = attention_weights(
+        q,
+        k,
+        lse,
+        scale=scale,
+        window=resolve_window(None, causal),
+        attn_mask=attn_mask,
+        segment_ids=segment_ids,
+        kv_lengths=kv_lengths,
+    )
+    return out, weights.to(q.dtype)
 
 
 def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
@@ -263,40 +310,6 @@ def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
     return mask[..., :kv_len]
 
 
-def _visible(
-    q: Tensor, k: Tensor, causal: bool, kv_lengths: Tensor | None, segment_ids: Tensor | None
-) -> Tensor:
-    """Which keys the geometry shows, bool, broadcastable to [B, 1, Tq, Tk]."""
-    q_len, kv_len = q.shape[2], k.shape[2]
-    i = torch.arange(q_len, device=q.device).unsqueeze(1)
-    j = torch.arange(kv_len, device=q.device)
-    length = kv_len if kv_lengths is None else kv_lengths[:, None, None, None]
-    seen = j < length
-    if causal:
-        seen = seen & (j <= i + length - q_len)
-    if segment_ids is not None:
-        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return seen
-
-
-def _weights(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, seen: Tensor, scale: float) -> Tensor:
-    """The weights behind an output, ``exp(scale q k^T + mask - lse)``, [B, Hq, Tq, Tk] in q's dtype.
-
-    Differentiable in q, k, the mask and `lse`, whose own gradient is the normalisation's part.
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        grouped = q.to(lse.dtype).unflatten(1, (k.shape[1], -1))
-        scores = (grouped @ k.to(lse.dtype).mT.unsqueeze(2)).flatten(1, 2) * scale
-        if mask is not None and mask.dtype == torch.bool:
-            seen = seen & mask
-        elif mask is not None:
-            seen = seen & (mask > torch.finfo(mask.dtype).min / 2)
-            scores = scores + mask
-        scores = scores.masked_fill(~seen, -torch.inf)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a query that sees nothing: exp(-inf - 0) = 0
-        return torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-
-
 def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str = "attentions") -> bool:
     """Whether this call's attention weights will be looked at, however the release says so.
 
@@ -304,6 +317,9 @@ def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str = "atte
         layer: The attention layer.
         arguments: Its keyword arguments: ``output_attentions`` decides where it is given.
         key: The model output that collects them, "attentions" or "cross_attentions".
+
+    Returns:
+        True if the weights are to be computed.
     """
     if arguments.get("output_attentions") or getattr(layer.config, "output_attentions", False):
         return True

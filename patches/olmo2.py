@@ -6,9 +6,8 @@ libraries replace it there; projections and norms are called as modules, since a
 
 Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
 
-Left out on purpose: nothing that the eager layer does. Queries that see no key (padding) give 0 where eager
-gives the mean of the values; nobody reads those rows. Attention weights, when asked for, are those before
-dropout.
+Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
+reads those rows. Attention weights, when asked for, are those before dropout.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class StreamOlmo2Attention(Olmo2Attention):
 
         Args:
             hidden_states: [B, Tq, E].
-            *args: The other arguments by position.
-            **kwargs: The other arguments by name: `position_embeddings` (cos, sin), each [B, Tq, D];
+            *args: the other arguments by position.
+            **kwargs: the other arguments by name: `position_embeddings` (cos, sin), each [B, Tq, D];
                 `attention_mask` in any form HuggingFace makes.
 
         Returns:
             ``(out [B, Tq, E], weights [B, Hq, Tq, Tk] or None)``.
 
         Raises:
-            ValueError: A cache or mask of a kind that can't be read, with what to pass instead.
+            ValueError: a cache or mask of a kind that can't be read, with what to pass instead.
         """
         kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
         q = self._heads(self.q_norm(self.q_proj(hidden_states)))

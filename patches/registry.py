@@ -5,11 +5,11 @@ is listed here has its library loaded already. A new kind of layer is one more f
 replacement
 
 - subclasses the class it stands in for and adds no state, so that an instance changes sides by its
-``__class__``;
+  ``__class__``;
 - lives at module level under its own name, so that patched models pickle;
 - has a static ``unsupported(module) -> str | None``, the reason why this instance can't be served;
 - may name a ``model_hook``: (class of the module that prepares the layers' arguments, forward pre-hook for
-it).
+  it).
 """
 
 from __future__ import annotations

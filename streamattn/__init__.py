@@ -27,5 +27,10 @@ def __getattr__(name: str):
     if name in ("patch_model", "patch_report", "unpatch_model"):
         import patches
 
+        if not hasattr(patches, name):
+            place = getattr(patches, "__file__", None) or list(patches.__path__)
+            raise ImportError(
+                f"`import patches` finds {place}, not StreamAttn's package; rename that folder or file"
+            )
         return getattr(patches, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

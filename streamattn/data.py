@@ -96,6 +96,8 @@ def _standard_library() -> tuple[list[str], list[str]]:
 
 
 def _folder(root: Path) -> tuple[list[str], list[str]]:
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise ValueError(f"data: can't read the folder {str(root)!r}: permission denied")
     files = [
         f
         for f in root.rglob("*")

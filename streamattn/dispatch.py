@@ -51,14 +51,13 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
             f"it is PyTorch's fused CPU attention and the tensors are on {device.type}; use backend='triton'"
         )
     if backend is Backend.TRITON:
+        interpreted = device.type == "cpu" and _interpreting()
+        if not interpreted and (device.type != "cuda" or torch.version.hip is not None):
+            return f"its kernels need an NVIDIA GPU, and the tensors are on {device.type.upper()}"
         if not _has_triton():
             return "Triton is not installed; install it with 'pip install triton'"
-        if device.type == "cpu":
-            return (
-                None if _interpreting() else "its kernels need an NVIDIA GPU and the tensors are on the CPU"
-            )
-        if device.type != "cuda" or torch.version.hip is not None:
-            return f"its kernels need an NVIDIA GPU and the tensors are on {device.type}"
+        if interpreted:
+            return None
         capability = _capability(device.index if device.index is not None else torch.cuda.current_device())
         if capability < (8, 0):
             major, minor = capability
@@ -66,9 +65,7 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
     return None
 
 
-def unsupported(
-    backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float, kv_len: int
-) -> str | None:
+def unsupported(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float) -> str | None:
     """Why ``backend`` can't serve this call; None where it can.
 
     Args:
@@ -77,7 +74,6 @@ def unsupported(
         v: [B, Hkv, Tk, Dv].
         softcap: 0 = none.
         dropout_p: 0 = none.
-        kv_len: Tk.
     """
     if backend is Backend.REFERENCE:
         return None
@@ -89,8 +85,8 @@ def unsupported(
         if head_dims[0] != head_dims[1]:
             return f"it needs equal head dimensions of q and v, got {head_dims[0]} and {head_dims[1]}"
         if softcap > 0.0 or dropout_p > 0.0:
-            return "it has neither softcap nor dropout"
-        if q.numel() == 0 or kv_len == 0:
+            return "PyTorch's CPU attention does neither softcap nor dropout"
+        if q.numel() == 0 or v.numel() == 0:
             return "it can't take empty tensors"
         return None
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -109,9 +105,7 @@ def unsupported(
     return None
 
 
-def choose(
-    backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float, kv_len: int
-) -> Backend:
+def choose(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float) -> Backend:
     """The implementation that serves the call.
 
     ``auto`` takes the first that can: on CUDA Triton, else the reference; on the CPU PyTorch's fused
@@ -121,11 +115,13 @@ def choose(
         ValueError: an explicit backend can't serve the call; the message says why.
     """
     if backend is not Backend.AUTO:
-        reason = unsupported(backend, q, v, softcap=softcap, dropout_p=dropout_p, kv_len=kv_len)
+        reason = unsupported(backend, q, v, softcap=softcap, dropout_p=dropout_p)
         if reason is not None:
-            raise ValueError(f"backend='{backend.value}' can't serve this call: {reason}, or backend='auto'")
+            raise ValueError(
+                f"backend='{backend.value}' can't serve this call: {reason}; or use backend='auto'"
+            )
         return backend
     fused = Backend.SDPA if q.device.type == "cpu" else Backend.TRITON
-    if unsupported(fused, q, v, softcap=softcap, dropout_p=dropout_p, kv_len=kv_len) is None:
+    if unsupported(fused, q, v, softcap=softcap, dropout_p=dropout_p) is None:
         return fused
     return Backend.REFERENCE

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 after a mistake that was printed as one line.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print("usage: streamattn finetune CONFIG.yaml [--key value ...] [--resume [CHECKPOINT]]")
         print(f"keys: {', '.join(sorted(job_keys()))}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
@@ -86,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# Model, text and trainer.
-
-
 def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     """Everything up to the first step: arguments, tokenizer, blocks of text, the patched model.
 
@@ -103,7 +100,7 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     checkpoint = _checkpoint_to_resume(job, arguments)
     set_seed(arguments.seed)
     if job.model is not None:
-        config = AutoConfig.from_pretrained(job.model)
+        config = _from_pretrained(AutoConfig, "model", job.model)
     else:
         config = load_shape(job.shape or "", beside=job.config.parent)
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
@@ -134,6 +131,14 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
         callbacks=[_RecordWorldSize(arguments.world_size)],
     )
     return trainer, checkpoint
+
+
+def _from_pretrained(cls: Any, key: str, name: str) -> Any:
+    """``cls.from_pretrained(name)``, whose errors name the job's key."""
+    try:
+        return cls.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}: can't load {name!r}: {_one_line(error)}") from None
 
 
 def _join_process_group(job: Job) -> None:
@@ -167,7 +172,7 @@ def _prepare_text(
     texts, held_out_texts = read_documents(job.data) if blocks is None else ([], [])
 
     if pretrained is not None:
-        tokenizer = AutoTokenizer.from_pretrained(pretrained)
+        tokenizer = _from_pretrained(AutoTokenizer, "tokenizer", pretrained)
     elif fresh:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -218,9 +223,6 @@ def _logits(model: PreTrainedModel, tokens: torch.Tensor, arguments: TrainingArg
     model.eval()
     with torch.autocast(arguments.device.type, dtype=half, enabled=arguments.bf16 or arguments.fp16):
         return model(input_ids=tokens, use_cache=False).logits.float()
-
-
-# Checkpoints: only complete ones count.
 
 
 class _RecordWorldSize(TrainerCallback, ExportableState):
@@ -304,9 +306,6 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
                 "go on with --resume, or start afresh with another --output_dir"
             )
     return None
-
-
-# Training and what it gave.
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:

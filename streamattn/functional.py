@@ -66,7 +66,7 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                "attention has no forward-mode derivative; use reverse mode (backward, grad, vjp)"
+                "attention has no forward-mode derivative; use backward or torch.autograd.grad"
             )
 
 
@@ -231,9 +231,9 @@ def attention(
     """Softmax attention ``softmax(softcap(scale * q @ k^T) + mask) @ v``, fused and exact.
 
     With ``L = kv_lengths[b]`` or Tk, query ``i`` stands at ``p = i + L - Tq`` (bottom-right alignment) and
-    sees key ``j`` iff ``j < L`` and every condition given below holds. A query that sees nothing gives ``out
-    = 0``, ``lse = -inf`` and zero gradients. The last dimension of q, k, v must have stride 1; other layouts
-    of it cost one copy, all other strides are read in place.
+    sees key ``j`` iff ``j < L`` and every condition given below holds. A query that sees nothing gives
+    ``out = 0``, ``lse = -inf`` and zero gradients. The last dimension of q, k, v must have stride 1; other
+    layouts of it cost one copy, all other strides are read in place.
 
     Args:
         q: [B, Hq, Tq, D], or [Hq, Tq, D], or [Tq, D] (one head); float16, bfloat16, float32 or float64.
@@ -255,16 +255,15 @@ def attention(
         dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn
             from torch's generator of q's device. Default 0.
         return_lse: also return ``lse``. Default False.
-        deterministic: same inputs, same bits. Default None: as
-            ``torch.are_deterministic_algorithms_enabled()``. Every backend is deterministic, forward and
-            backward, whatever is asked.
+        deterministic: accepted for the contract: every backend gives the same bits for the same inputs,
+            forward and backward, whatever is asked. Default None.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention) or ``triton``.
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that
-        ``out.transpose(1, 2).reshape(B, Tq, Hq * Dv)`` is a view; with ``return_lse`` the pair ``(out,
-        lse)``, ``lse`` [B, Hq, Tq] float32 (float64 for float64 inputs): the natural logarithm of the sum of
-        exponentials of all visible scores, before dropout. Both are differentiable, once.
+        ``out.transpose(1, 2).reshape(B, Tq, Hq * Dv)`` is a view; with ``return_lse`` the pair
+        ``(out, lse)``, ``lse`` [B, Hq, Tq] float32 (float64 for float64 inputs): the natural logarithm of the
+        sum of exponentials of all visible scores, before dropout. Both are differentiable, once.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -274,6 +273,8 @@ def attention(
     _check_qkv(q, k, v)
     if backend not in BACKEND_NAMES:
         raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
@@ -293,7 +294,9 @@ def attention(
     else:
         scale = _number("scale", scale, -math.inf, math.inf, "finite")
     softcap = (
-        0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf, "positive and finite, or None")
+        0.0
+        if softcap is None
+        else _number("softcap", softcap, 0.0, math.inf, "0 or more and finite, or None")
     )
     dropout_p = _number("dropout_p", dropout_p, 0.0, 1.0, "in [0, 1)")
     if attn_mask is not None:

@@ -122,6 +122,8 @@ def read_job(argv: Sequence[str]) -> Job:
     values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     # Without it accelerate makes each process of a launch on the CPU train a model of its own.
     values.setdefault("use_cpu", not torch.cuda.is_available())
+    # Every parameter of a language model is used; looking for others costs a walk of the graph a step.
+    values.setdefault("ddp_find_unused_parameters", False)
     if values.get("gradient_checkpointing"):
         # The reentrant kind marks parameters ready twice under DDP (huggingface/peft#313).
         values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": False})

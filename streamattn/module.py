@@ -241,7 +241,9 @@ class StreamMultiHeadAttention(nn.Module):
         weights = None
         if isinstance(attended, tuple):
             out, lse = attended
-            weights = _attention_weights(q, k, lse, _combine(key_mask, pair_mask), window)
+            mask = _combine(key_mask, pair_mask)
+            scale = 1.0 / math.sqrt(self.head_dim)
+            weights = attention_weights(q, k, lse, scale=scale, window=window, attn_mask=mask)
             weights = (weights.mean(dim=1) if average_attn_weights else weights).to(query.dtype)
             weights = weights if batched else weights.squeeze(0)
         else:
@@ -442,7 +444,12 @@ def _combine(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return a if b is None else b
     if a.dtype == torch.bool:
         return a & b if b.dtype == torch.bool else torch.where(a, b, -math.inf)
-    return torch.where(b, a, -math.inf) if b.dtype == torch.bool else a + b
+    return torch.where(b, a, -math.inf) if b.dtype == torch.bool else _hidden_to_inf(a) + _hidden_to_inf(b)
+
+
+def _hidden_to_inf(mask: Tensor) -> Tensor:
+    """A floating mask whose hiding entries, by its own dtype's measure, still hide in a sum of any dtype."""
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def _in_window(q_len: int, kv_len: int, window: _Window, device: torch.device) -> Tensor | None:
@@ -454,25 +461,53 @@ def _in_window(q_len: int, kv_len: int, window: _Window, device: torch.device) -
     return visible(i, j, q_len, kv_len, *window)
 
 
-def _attention_weights(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, window: _Window) -> Tensor:
-    """The weights behind the output, ``exp(q k^T / sqrt(D) + mask - lse)``, [B, Hq, T, S] in `lse`'s dtype.
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: tuple[int, int],
+    attn_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """The weights behind an output of `attention`, before dropout: ``exp(scale q k^T + mask - lse)``.
 
-    Differentiable in q, k, mask and `lse`, whose own gradient is the normalisation's part.
+    Differentiable in q, k, the mask and ``lse``, whose own gradient is the normalisation's part.
+
+    Args:
+        q: [B, Hq, Tq, D].
+        k: [B, Hkv, Tk, D].
+        lse: [B, Hq, Tq] float32 or float64, as `attention` returned it for the same arguments.
+        scale: factor of the scores.
+        window: widths to the left and right, `UNBOUNDED` where open.
+        attn_mask: 4-D, bool (True = visible) or floating; default None.
+        segment_ids: int32 [B, T], none negative; default None.
+        kv_lengths: [B], at most Tk; default None.
+
+    Returns:
+        [B, Hq, Tq, Tk] in lse's dtype.
     """
+    q_len, kv_len = q.shape[2], k.shape[2]
     with _without_autocast(q.device):
+        i = torch.arange(q_len, device=q.device).unsqueeze(1)
+        j = torch.arange(kv_len, device=q.device)
+        length = kv_len if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
+        seen = visible(i, j, q_len, length, *window)
+        if segment_ids is not None:
+            seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype == torch.bool
+            seen = seen & (attn_mask if is_bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2)
         k = repeat(k, "b h s d -> b (h g) s d", g=q.shape[1] // k.shape[1]).to(lse.dtype)
-        seen = _in_window(q.shape[2], k.shape[2], window, q.device)
-        if mask is not None:
-            mask_shows = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-            seen = _combine(seen, mask_shows)
-        if seen is not None:  # a NaN in a key that no query sees must not enter the gradients' products
-            k = torch.where(seen.any(dim=-2).unsqueeze(-1), k, 0.0)
-        scores = (q.to(lse.dtype) / math.sqrt(q.shape[-1])) @ k.mT
-        if mask is not None and mask.dtype != torch.bool:
-            scores = scores + mask.to(scores.dtype)
-        if seen is not None:
-            scores = torch.where(seen, scores, -math.inf)
-            lse = torch.where(lse == -math.inf, 0.0, lse)  # a query that sees nothing: exp(-inf - 0) = 0
+        # a NaN in a key that no query sees must not enter the gradients' products
+        k = torch.where(seen.any(dim=-2).unsqueeze(-1), k, 0.0)
+        scores = (q.to(lse.dtype) * scale) @ k.mT
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask.to(scores.dtype)
+        scores = torch.where(seen, scores, -math.inf)
+        lse = torch.where(lse == -math.inf, 0.0, lse)  # a query that sees nothing: exp(-inf - 0) = 0
         return torch.exp(scores - lse.unsqueeze(-1))
 
 

@@ -56,7 +56,7 @@ def _forward(
     dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p, kv_len=k.shape[2])
+    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
     if chosen is Backend.TRITON:
         from streamattn.kernels.forward import attention_forward
     elif chosen is Backend.SDPA:
@@ -108,28 +108,13 @@ def _backward(
     backend: str,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p, kv_len=k.shape[2])
-    if chosen is Backend.SDPA and dlse is None and not mask_grad:
-        from streamattn.kernels.cpu import attention_backward as cpu_backward
-
-        dq, dk, dv = cpu_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            attn_mask,
-            q_segments,
-            kv_segments,
-            kv_lengths,
-            scale,
-            window_left,
-            window_right,
-        )
-        return dq, dk, dv, q.new_empty(0)
+    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
+    if chosen is Backend.SDPA and (dlse is not None or mask_grad):
+        chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
     if chosen is Backend.TRITON:
         from streamattn.kernels.backward import attention_backward
+    elif chosen is Backend.SDPA:
+        from streamattn.kernels.cpu import attention_backward
     else:
         from streamattn.reference import attention_backward
     masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
@@ -224,6 +209,10 @@ def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
 ) -> tuple[Tensor, Tensor]:
     if _wants_grad(q, k, v, attn_mask):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "attention has no torch.func derivative; use backward or torch.autograd.grad"
+            )
         return _Attention.apply(q, k, v, attn_mask, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.attention_forward(q, k, v, attn_mask, *rest)

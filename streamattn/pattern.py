@@ -7,6 +7,7 @@ attention is ``window_right = 0``. An open side has the width `UNBOUNDED`.
 Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python
 ints, torch tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and
 mask tensors are data, not geometry; they are left to the callers.
+
 A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start, stop)`` excludes stop.
 """
 

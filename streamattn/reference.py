@@ -3,8 +3,8 @@
 It reads as the algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the online softmax of Milakov
 and Gimelshein (2018, arXiv:1805.02867): queries and keys are walked tile by tile, a running maximum ``m`` and
 denominator ``l`` rescale the accumulator, and the backward recomputes the probabilities from ``lse``. It
-defines what the fused kernels must return, and it serves what they can't: float64, dropout and softcap on the
-CPU, gradients through ``lse`` or into a mask there.
+defines what the fused kernels must return, and it serves what they can't: float64 and long float32 rows on a
+GPU; dropout, softcap, Dv != D, and gradients through ``lse`` or into a mask on the CPU; empty tensors.
 
 Shapes: ``q`` [B, Hq, Tq, D], ``k`` [B, Hkv, Tk, D], ``v`` [B, Hkv, Tk, Dv], ``attn_mask`` 4-D with each
 dimension full or 1, segments int32 [B, Tq] and [B, Tk], ``kv_lengths`` [B]; arguments are validated by
@@ -15,14 +15,20 @@ matrix products give.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from streamattn.pattern import kv_span, kv_span_full, visible
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BLOCK_M = 256
 BLOCK_N = 512
@@ -118,6 +124,17 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     weight_a, weight_b = (torch.exp(part - base).unsqueeze(-1) for part in (lse_a, lse_b))
     out = weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype)
     return out.to(out_a.dtype), lse
+
+
+def _without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps autocast away from the products of tensors that were upcast on purpose."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -236,6 +253,7 @@ class _Tiling:
         return torch.where(seen.any(dim=3).any(dim=2).unsqueeze(-1), tile, 0.0)
 
 
+@_without_autocast
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -278,9 +296,8 @@ def attention_forward(
             tile = tiling.tile(q_tile, k[:, :, n0:n1].to(tiling.dtype), m0, m1, n0, n1)
             s = tiling.fold(tile.s)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
-            base = torch.where(
-                m_new == -math.inf, 0.0, m_new
-            )  # a row that saw nothing yet: exp(-inf - 0) = 0
+            # a row that saw nothing yet: exp(-inf - 0) = 0
+            base = torch.where(m_new == -math.inf, 0.0, m_new)
             p = torch.exp(s - base)
             rescale = torch.exp(m - base)
             l = l * rescale + p.sum(dim=-1, keepdim=True)  # noqa: E741
@@ -293,6 +310,7 @@ def attention_forward(
     return out, lse
 
 
+@_without_autocast
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -311,7 +329,7 @@ def attention_backward(
     window_right: int,
     softcap: float,
     dropout_p: float,
-    mask_grad: bool = False,
+    mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `attention_forward`: ``(dq, dk, dv, dmask)`` in the dtypes of their tensors.
 

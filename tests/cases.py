@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamattn.reference import keep_mask
 from tests.oracle import attend
 
 MASKS = (
@@ -217,6 +218,15 @@ def run(fn: Callable[..., Any], inputs: Inputs, **extra: Any) -> Result:
     for (name, x), grad in zip(wanted.items(), grads, strict=True):
         result.tensors[name] = torch.zeros_like(x) if grad is None else grad
     return result
+
+
+def keep_of(case: Case, seed: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """The dropout mask of a call that starts from this seed of torch's generator; None without dropout."""
+    if not case.dropout_p:
+        return None
+    torch.manual_seed(seed)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+    return keep_mask(drawn, case.dropout_p, case.batch, case.q_heads, (0, case.q_len), (0, case.kv_len))
 
 
 def expected(inputs: Inputs, keep: Tensor | None = None) -> Result:

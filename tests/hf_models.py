@@ -6,14 +6,12 @@ here. Rows of padding differ legitimately between implementations: compare with 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     Olmo2Config,
@@ -138,13 +136,3 @@ def static_cache(model: PreTrainedModel, batch: int, length: int) -> StaticCache
     parameters = inspect.signature(StaticCache.__init__).parameters
     sizes: dict[str, Any] = {"max_batch_size": batch} if "max_batch_size" in parameters else {}
     return StaticCache(config=model.config, max_cache_len=length, **sizes)
-
-
-def dynamic_cache() -> DynamicCache:
-    """An empty dynamic cache."""
-    return DynamicCache()
-
-
-def twin(model: Any) -> Any:
-    """An independent copy."""
-    return copy.deepcopy(model)

@@ -90,7 +90,9 @@ def attend(
     """Attention by definition.
 
     Args:
-        q, k, v: any floating dtype, 2-D, 3-D or 4-D.
+        q: any floating dtype, 2-D, 3-D or 4-D.
+        k: likewise.
+        v: likewise.
         keep: bool, broadcastable to [B, Hq, Tq, Tk]: the elements that dropout keeps.
 
     Returns:

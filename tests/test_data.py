@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -86,10 +87,9 @@ def test_a_data_set_gives_its_text_column_and_its_own_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the real loader, on a local folder in the hub's layout."""
-    datasets = pytest.importorskip("datasets")
     rows = {"title": [str(i) for i in range(100)], "text": [f"row {i}" for i in range(100)]}
     whole = datasets.Dataset.from_dict(rows)
-    splits = datasets.DatasetDict(train=whole, validation=whole.select(range(3)))
+    splits = datasets.DatasetDict({"train": whole, "validation": whole.select(range(3))})
     asked: list[tuple[str, str | None]] = []
 
     def load(path: str, configuration: str | None) -> object:
@@ -113,8 +113,6 @@ def test_a_data_set_gives_its_text_column_and_its_own_split(
 
 
 def test_an_absent_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
     def fail(path: str, configuration: str | None) -> object:
         raise ConnectionError("can't reach the hub\nand a second line")
 

@@ -11,12 +11,14 @@ from streamattn import dispatch
 from streamattn.dispatch import Backend, choose, unavailable, unsupported
 
 CPU = torch.device("cpu")
-PLAIN: dict[str, Any] = {"softcap": 0.0, "dropout_p": 0.0, "kv_len": 8}
+PLAIN: dict[str, Any] = {"softcap": 0.0, "dropout_p": 0.0}
 
 
-def qv(head_dim: int = 16, value_dim: int = 16, *, q_len: int = 8, device: str = "cpu", **kwargs):
+def qv(
+    head_dim: int = 16, value_dim: int = 16, *, q_len: int = 8, kv_len: int = 8, device: str = "cpu", **kwargs
+):
     q = torch.empty(1, 2, q_len, head_dim, device=device, **kwargs)
-    return q, torch.empty(1, 2, 8, value_dim, device=device, **kwargs)
+    return q, torch.empty(1, 2, kv_len, value_dim, device=device, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"softcap": 2.0}, Backend.REFERENCE),
         ({}, {"dropout_p": 0.1}, Backend.REFERENCE),
         ({"q_len": 0}, {}, Backend.REFERENCE),
-        ({}, {"kv_len": 0}, Backend.REFERENCE),
+        ({"kv_len": 0}, {}, Backend.REFERENCE),
         ({"dtype": torch.float64}, {}, Backend.SDPA),
     ],
 )
@@ -68,7 +70,7 @@ def test_a_backend_that_can_not_says_why_and_what_else(backend, shapes, options,
 
 def test_the_reference_serves_every_call():
     q, v = qv(300, 7, dtype=torch.float64)
-    assert unsupported(Backend.REFERENCE, q, v, softcap=1.0, dropout_p=0.5, kv_len=0) is None
+    assert unsupported(Backend.REFERENCE, q, v, softcap=1.0, dropout_p=0.5) is None
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,12 @@ def test_the_interpreter_changes_no_default(monkeypatch):
 
 def test_triton_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    said = unavailable(Backend.TRITON, CPU)
+    said = unavailable(Backend.TRITON, torch.device("cuda:0"))
     assert said is not None
     assert "pip install triton" in said
+    on_cpu = unavailable(Backend.TRITON, CPU)
+    assert on_cpu is not None
+    assert "NVIDIA GPU" in on_cpu, "Triton would not help there"
 
 
 @pytest.mark.parametrize(("capability", "serves"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])

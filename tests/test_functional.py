@@ -50,7 +50,6 @@ def serves(backend: str, inputs: Inputs) -> bool:
         inputs.v,
         softcap=options.get("softcap", 0.0),
         dropout_p=options.get("dropout_p", 0.0),
-        kv_len=inputs.k.shape[2],
     )
     return reason is None
 
@@ -456,3 +455,20 @@ def test_dropout_share_and_mean():
     plain = attention(inputs.q, inputs.k, inputs.v)
     mean = torch.stack([attention(inputs.q, inputs.k, inputs.v, dropout_p=0.3) for _ in range(60)]).mean(0)
     assert float((mean - plain).square().mean().sqrt()) < 0.25 * float(plain.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_causal_scale_that_is_not_positive(scale: float) -> None:
+    case = Case(q_len=300, kv_len=300, causal=True, scale=scale)
+    inputs = case.build()
+    judge(run(attention, inputs, return_lse=True), expected(inputs), torch.float32, case)
+
+
+def test_autocast_does_not_reach_the_references_products() -> None:
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    q, k = q * 120, k * 120  # products beyond float16
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = attention(q, k, v, softcap=1e6)
+    want = attention(q.half(), k.half(), v.half(), softcap=1e6)
+    assert torch.equal(out, want)
+    assert out.isfinite().all()

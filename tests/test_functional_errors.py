@@ -89,7 +89,7 @@ BAD = {
     "dropout negative": (ValueError, {"dropout_p": -0.1}, ["dropout_p", "[0, 1)", "-0.1"]),
     "dropout nan": (ValueError, {"dropout_p": float("nan")}, ["dropout_p", "[0, 1)", "nan"]),
     "dropout is a string": (TypeError, {"dropout_p": "0.1"}, ["dropout_p", "number", "str"]),
-    "softcap negative": (ValueError, {"softcap": -2.0}, ["softcap", "positive", "-2.0"]),
+    "softcap negative": (ValueError, {"softcap": -2.0}, ["softcap", "0 or more", "-2.0"]),
     "softcap infinite": (ValueError, {"softcap": float("inf")}, ["softcap", "finite", "inf"]),
     "scale nan": (ValueError, {"scale": float("nan")}, ["scale", "finite", "nan"]),
     "scale infinite": (ValueError, {"scale": float("inf")}, ["scale", "finite", "inf"]),

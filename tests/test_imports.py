@@ -39,18 +39,12 @@ MAY_IMPORT = {
     "streamattn.ops": ("streamattn.dispatch", "streamattn.pattern"),
     "streamattn.functional": ("streamattn.dispatch", "streamattn.ops", "streamattn.pattern"),
     "streamattn.module": ("streamattn.functional", "streamattn.pattern"),
-    "streamattn.parallel*": (
-        "streamattn.parallel*",
-        "streamattn.functional",
-        "streamattn.pattern",
-        "streamattn.reference",
-    ),
-    "patches*": ("patches*", "streamattn.module", "streamattn.functional", "streamattn.parallel*"),
+    "patches*": ("patches*", "streamattn.module", "streamattn.functional"),
     "streamattn.info": ("streamattn.dispatch",),
     "streamattn.data": (),
     "streamattn.job": (),
-    "streamattn.finetune": ("patches*", "streamattn.parallel*", "streamattn.data", "streamattn.job"),
-    "streamattn.bench*": ("patches*", "streamattn.bench*", "streamattn.parallel*", "streamattn.[dfmopr]*"),
+    "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job"),
+    "streamattn.bench*": ("streamattn.functional",),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
     "streamattn": ("streamattn.functional", "streamattn.module"),
@@ -281,3 +275,18 @@ def test_every_file_stands_in_the_readme() -> None:
 def test_the_readme_lists_nothing_else() -> None:
     gone = {name for name in readme_tree() if not (ROOT / name).exists()}
     assert not gone, f"in README.md's tree, not on disk: {sorted(gone)}"
+
+
+def test_another_module_named_patches_is_told_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "patches.py").write_text("", encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-c", "import streamattn; streamattn.patch_model"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: `import patches` finds ")
+    assert str(tmp_path / "patches.py") in last

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy
 import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-numpy = pytest.importorskip("numpy", reason="Triton's interpreter needs numpy")
 
 ROOT = Path(__file__).parents[1]
 

@@ -634,3 +634,12 @@ def test_nested_tensor_is_refused(layout: torch.layout):
     x = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=layout)
     with pytest.raises(TypeError, match=r"nested tensor; .*key_padding_mask.*enable_nested_tensor=False"):
         StreamMultiHeadAttention(8, 4, batch_first=True)(x, x, x)
+
+
+def test_a_half_precision_padding_mask_hides_beside_a_float32_mask() -> None:
+    layer = StreamMultiHeadAttention(8, 2, batch_first=True)
+    key = torch.randn(1, 3, 8)
+    key[:, 1] = torch.nan
+    padding = torch.tensor([[0.0, torch.finfo(torch.float16).min, 0.0]]).half()
+    out, _ = layer(torch.randn(1, 2, 8), key, key, key_padding_mask=padding, attn_mask=torch.zeros(2, 3))
+    assert out.isfinite().all()

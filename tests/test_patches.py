@@ -35,7 +35,6 @@ from tests.hf_models import (
     gradients,
     pair,
     tokens,
-    twin,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -97,7 +96,6 @@ def test_is_idempotent(family: str) -> None:
 
 def test_unpatch_restores_exactly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, untouched = build(family), build(family)
-    state = [dict(m.__dict__) for m in model.modules()]
     classes = [type(m) for m in model.modules()]
     before = model(tokens(2, 6)).logits
     state = [dict(m.__dict__) for m in model.modules()]
@@ -303,7 +301,7 @@ def test_state_dict_keys(family: str) -> None:
 
 def test_save_and_load(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(build(family, "sdpa"))
-    plain = unpatch_model(twin(model))
+    plain = unpatch_model(copy.deepcopy(model))
     model.save_pretrained(tmp_path / "patched")
     plain.save_pretrained(tmp_path / "plain")
     saved, expected = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("patched", "plain"))

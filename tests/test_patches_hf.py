@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 
 import patches.hf
 from patches import patch_model, unpatch_model
@@ -17,7 +19,6 @@ from tests.hf_models import (
     TOLERANCE,
     build,
     cache_argument,
-    dynamic_cache,
     error_where,
     gradient_error,
     gradients,
@@ -27,7 +28,6 @@ from tests.hf_models import (
     static_cache,
     takes_cache_objects,
     tokens,
-    twin,
 )
 
 ATTENTIONS = ("eager", "sdpa")
@@ -223,7 +223,7 @@ def test_a_foreign_cache_raises(family: str) -> None:
 def test_a_cache_keeps_the_dtype_of_v() -> None:
     """Some caches take the dtype of the first keys for both."""
     k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, dtype=torch.bfloat16)
-    keys, values, filled = patches.hf.update_cache(dynamic_cache(), k, v, 0)
+    keys, values, filled = patches.hf.update_cache(DynamicCache(), k, v, 0)
     assert keys.dtype == values.dtype == torch.bfloat16
     assert filled is None
 
@@ -286,7 +286,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     """Recomputation draws the same dropout and appends to no cache."""
     dropout: dict[str, Any] = {"attn_pdrop": 0.3} if family == "gpt2" else {"attention_dropout": 0.3}
     plain, _ = pair(family, **dropout)
-    checkpointed = twin(plain)
+    checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     checkpointed.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
     ids = tokens(2, 12)
@@ -393,8 +393,9 @@ def test_weights_are_computed_only_when_asked_for(
 ) -> None:
     patched, _ = pair(family, attn)
     calls: list[int] = []
-    original = patches.hf._weights
-    monkeypatch.setattr(patches.hf, "_weights", lambda *args: calls.append(1) or original(*args))
+    original = patches.hf.attention_weights
+    counted = lambda *args, **options: calls.append(1) or original(*args, **options)  # noqa: E731
+    monkeypatch.setattr(patches.hf, "attention_weights", counted)
     ids = tokens(1, 5)
     patched(ids)
     assert not calls
@@ -459,7 +460,7 @@ def test_patching_a_compiled_model_takes_effect(family: str, monkeypatch: pytest
 # The slim mask of a wholly patched model
 
 needs_unchanged_masks = pytest.mark.skipif(
-    not patches.hf._MASKS_PASS_UNCHANGED, reason="models of this release make their masks themselves"
+    not patches.hf.MASKS_PASS_UNCHANGED, reason="models of this release make their masks themselves"
 )
 
 
@@ -564,3 +565,83 @@ def test_a_bidirectional_configuration_is_refused(family: str) -> None:
     model.config.is_causal = False
     with pytest.raises(ValueError, match=r"config\.is_causal is False"):
         patch_model(model)
+
+
+def test_a_nan_in_a_hidden_key_reaches_neither_weights_nor_gradients() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    hidden = torch.zeros(1, 1, 4, 1).index_fill_(2, torch.tensor([3]), torch.nan)
+    mask = torch.tensor([True, True, True, False]).view(1, 1, 1, 4)
+    out, weights = patches.hf.attend(
+        q, k + hidden, v + hidden, causal=False, mask=mask, scale=0.3, need_weights=True
+    )
+    assert weights is not None
+    grads = torch.autograd.grad(out.sum() + weights.square().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in (out, weights, *grads))
+
+
+@pytest.mark.skipif(
+    patches.hf.StaticLayer is patches.hf.StaticCache, reason="this release has no caches of layers"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_of_static_layers_is_read_as_far_as_it_is_filled(family: str) -> None:
+    patched, reference = pair(family)
+    ids = tokens(2, 12)
+    cache = Cache(layers=[patches.hf.StaticLayer(max_cache_len=32) for _ in range(3)])
+    with torch.no_grad():
+        patched(ids[:, :8], **{cache_argument(patched): cache})
+        got = patched(ids[:, 8:], **{cache_argument(patched): cache}).logits
+        assert (got - reference(ids).logits[:, 8:]).abs().max() < TOLERANCE
+
+
+@pytest.mark.skipif(
+    not patches.hf.MASKS_PASS_UNCHANGED, reason="this release can't keep packed documents apart"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_stay_apart_when_compiled(family: str) -> None:
+    patched, _ = pair(family)
+    ids, positions = tokens(2, 12), torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    with torch.no_grad():
+        want = patched(ids, position_ids=positions).logits
+        got = torch.compile(patched, backend="eager")(ids, position_ids=positions).logits
+    assert (got - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing warns of every condition on a shape
+def test_a_traced_model_still_reads_its_mask() -> None:
+    patched, reference = pair("gpt2")
+    ids, mask = left_padding(tokens(2, 9), 3, 0)
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = patched
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    traced: Any = torch.jit.trace(Logits(), (ids, torch.ones_like(ids)), check_trace=False)
+    want = reference(ids, attention_mask=mask, use_cache=False).logits
+    assert error_where(mask, traced(ids, mask), want) < TOLERANCE
+
+
+def test_an_integer_mask_over_pairs_is_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(TypeError, match="integer"):
+        patches.hf.attend(q, q, q, causal=True, mask=torch.ones(1, 1, 4, 4, dtype=torch.int32), scale=1.0)
+
+
+def test_hooks_of_the_decoder_see_the_arguments_as_they_were_passed(family: str) -> None:
+    patched, _ = pair(family)
+    seen: list[int] = []
+    decoder = patched.transformer if family == "gpt2" else patched.model
+    decoder.register_forward_hook(lambda module, args, output: seen.append(len(args)))
+    ids = tokens(1, 5)
+    decoder(ids)
+    assert seen == [1]
+
+
+def test_meta_tensors_pass_with_positions() -> None:
+    patched, _ = pair("gpt2")
+    ids = tokens(2, 5).to("meta")
+    positions = torch.arange(5, device="meta").expand(2, -1)
+    assert patched.to("meta")(ids, position_ids=positions).logits.shape[:2] == (2, 5)

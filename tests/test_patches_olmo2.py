@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.hf_models import (
     left_padding,
     pair,
     tokens,
-    twin,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -105,7 +105,7 @@ def test_wrapped_projections_are_called_as_modules() -> None:
     for layer in reference.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, LowRank(getattr(layer.self_attn, name)))
-    patched = patch_model(twin(reference))
+    patched = patch_model(copy.deepcopy(reference))
     ids = tokens(2, 8)
     found = []
     for model in (patched, reference):

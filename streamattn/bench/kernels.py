@@ -142,7 +142,7 @@ def measure(
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Runs all cases, prints a table with ratios to SDPA flash, and writes the CSV."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--providers", nargs="+", choices=["streamattn", *PEERS], default=["streamattn", *PEERS]
     )
     parser.add_argument("--csv", required=True, help="where the measurements go")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
 

@@ -28,7 +28,9 @@ from streamattn.kernels.launch import (
     strides,
 )
 from streamattn.kernels.primitives import (
+    INSIDE,
     LOG2E,
+    UNBOUNDED,
     dot_add,
     keep_tile,
     kv_span,
@@ -44,10 +46,6 @@ from streamattn.kernels.primitives import (
     visible,
 )
 from streamattn.kernels.tiles import Tile, choose_tile
-
-# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
-# all are visible, and the other edge
-INSIDE = tl.constexpr(1)
 
 
 @triton.jit
@@ -103,7 +101,7 @@ def probabilities(
             if MASK_KIND == 1:
                 seen = seen & (entry != 0)
             else:
-                seen = seen & (entry > hidden_below)
+                seen = seen & row_mask & (entry > hidden_below)
                 s += entry.to(tl.float32)
     if not FOLD_SCALE:
         s *= LOG2E
@@ -232,9 +230,11 @@ def attention_bwd_dq_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
-    left = window_left if HAS_LEFT else 1073741824
-    right = window_right if HAS_RIGHT else 1073741824
+        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
+            tl.int32
+        )
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
     i_last = min(i_first + BLOCK_M, q_len) - 1
     start, stop = kv_span(i_first, i_last, q_len, length, left, right)
     own = rows
@@ -420,9 +420,11 @@ def attention_bwd_dkdv_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
-    left = window_left if HAS_LEFT else 1073741824
-    right = window_right if HAS_RIGHT else 1073741824
+        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
+            tl.int32
+        )
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
     n_start = tile_n * BLOCK_N
     keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     first_seen = max(length - q_len - left, 0)
@@ -622,7 +624,6 @@ def attention_bwd_dmask_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
-    EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     OVER_B: tl.constexpr,
@@ -647,8 +648,8 @@ def attention_bwd_dmask_kernel(
     m_start, m_stop = (0, q_len) if OVER_M else (tile_m * BLOCK_M, tile_m * BLOCK_M + 1)
     n_start, n_stop = (0, kv_len) if OVER_N else (tile_n * BLOCK_N, tile_n * BLOCK_N + 1)
 
-    left = window_left if HAS_LEFT else 1073741824
-    right = window_right if HAS_RIGHT else 1073741824
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
     if HAS_DROPOUT:
@@ -661,7 +662,9 @@ def attention_bwd_dmask_kernel(
     for b in range(b_start, b_stop):
         length = kv_len
         if HAS_LENGTHS:
-            length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
+            length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
+                tl.int32
+            )
         first_seen = max(length - q_len - left, 0)
         for h in range(h_start, h_stop):
             b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
@@ -822,6 +825,9 @@ def attention_backward(
     options = (scale, window_left, window_right, softcap, dropout_p)
     key = call_key((q, k, v, *masks, dout, dlse, out), *options)
 
+    # whether some query may see no key at all; such a row may hold anything
+    empty_rows = any(x is not None for x in masks) or kv_len - q_len + window_right < 0
+
     def common(tile: Tile, num_stages: int) -> dict[str, Any]:
         return dict(
             **strides("q", q),
@@ -843,10 +849,11 @@ def attention_backward(
         return triton.cdiv(q_len, dq_tile.BLOCK_M) * batch * num_heads, dict(
             **common(dq_tile, dq_tile.num_stages),
             **strides("out", out),
-            **(strides("dlse", dlse) if dlse is not None else dict.fromkeys(_DLSE_STRIDES, 0)),
+            **strides("dlse", dlse),
             **strides("dq", dq),
             heads_per_group=heads_per_group(k, window_right),
             HAS_DLSE=dlse is not None,
+            EMPTY_ROWS=empty_rows,
             SCAN=1024,
         )
 
@@ -856,6 +863,7 @@ def attention_backward(
             **strides("dk", dk),
             **strides("dv", dv),
             heads_per_group=heads_per_group(q, window_right),
+            EMPTY_ROWS=empty_rows,
             SCAN=1024,
         )
 
@@ -890,6 +898,3 @@ def attention_backward(
 
         launch(attention_bwd_dmask_kernel, key, dict(**pointers, dmask_ptr=dmask), dmask_arguments)
     return dq, dk, dv, dmask
-
-
-_DLSE_STRIDES = ("stride_dlse_b", "stride_dlse_h", "stride_dlse_t")

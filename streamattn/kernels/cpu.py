@@ -24,15 +24,16 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _is_plain(
-    q: Tensor, k: Tensor, masks: tuple[Tensor | None, ...], window_left: int, window_right: int
+    q: Tensor, k: Tensor, masks: tuple[Tensor | None, ...], scale: float, window_left: int, window_right: int
 ) -> bool:
     """Whether one call of the fused kernel with or without its own causal flag is enough."""
     if any(mask is not None for mask in masks) or window_left < UNBOUNDED:
         return False
-    return window_right == UNBOUNDED or (window_right == 0 and q.shape[2] == k.shape[2])
+    # its own causal mask takes part in the product with the scale: -inf * 0 or * -1 would hide nothing
+    return window_right == UNBOUNDED or (window_right == 0 and q.shape[2] == k.shape[2] and scale > 0.0)
 
 
-def _heads_last(x: Tensor) -> Tensor:
+def _stored_heads_last(x: Tensor) -> Tensor:
     """``x`` [B, H, T, D] stored [B, T, H, D], whatever layout the fused kernel took from its inputs."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -56,7 +57,6 @@ def _strips(
         n0, n1 = kv_span(m0, m1 - 1, q_len, kv_len, window_left, window_right)
         if kv_lengths is not None:
             n0 = 0  # a shorter row stands further left
-        n1 = max(n1, n0 + 1) if n0 < kv_len else n0
         if n0 >= n1:
             n0, n1 = 0, 1  # no row of the strip sees a key: one masked key keeps the shapes legal
         i = torch.arange(m0, m1).view(1, 1, -1, 1)
@@ -102,9 +102,9 @@ def attention_forward(
     """``out`` [B, Hq, Tq, D] stored [B, Tq, Hq, D], ``lse`` [B, Hq, Tq] float32 (float64 for float64)."""
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
-    if _is_plain(q, k, masks, window_left, window_right):
+    if _is_plain(q, k, masks, scale, window_left, window_right):
         out, lse = _flash(q, k, v, 0.0, window_right == 0, scale=scale)
-        return _heads_last(out), lse.contiguous()
+        return _stored_heads_last(out), lse.contiguous()
     batch, num_heads, q_len, head_dim = q.shape
     out = q.new_empty((batch, q_len, num_heads, head_dim)).transpose(1, 2)
     lse = q.new_empty(
@@ -123,6 +123,7 @@ def attention_forward(
 
 def attention_backward(
     dout: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -132,15 +133,20 @@ def attention_backward(
     q_segments: Tensor | None,
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of `attention_forward` in the inputs' dtype, stored [B, T, H, D]."""
+    softcap: float,
+    dropout_p: float,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """``(dq, dk, dv, None)`` of `attention_forward` in the inputs' dtype, stored [B, T, H, D]."""
+    assert softcap == 0.0 and dropout_p == 0.0 and seed is None and dlse is None and not mask_grad
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
-    if _is_plain(q, k, masks, window_left, window_right):
+    if _is_plain(q, k, masks, scale, window_left, window_right):
         dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, window_right == 0, scale=scale)
-        return _heads_last(dq), _heads_last(dk), _heads_last(dv)
+        return _stored_heads_last(dq), _stored_heads_last(dk), _stored_heads_last(dv), None
     dq = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     # strips add to dk and dv: sums in half precision would round at every strip
     dk, dv = (torch.zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
@@ -164,4 +170,4 @@ def attention_backward(
         dq[:, :, rows] = dq_strip
         dk[:, :, keys] += dk_strip
         dv[:, :, keys] += dv_strip
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None

@@ -26,8 +26,10 @@ from streamattn.kernels.launch import (
     strides,
 )
 from streamattn.kernels.primitives import (
+    INSIDE,
     LN2,
     LOG2E,
+    UNBOUNDED,
     dot_add,
     keep_tile,
     kv_span,
@@ -42,10 +44,6 @@ from streamattn.kernels.primitives import (
     visible,
 )
 from streamattn.kernels.tiles import choose_tile
-
-# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
-# all are visible, and the other edge
-INSIDE = tl.constexpr(1)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -106,7 +104,6 @@ def attention_fwd_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
-    EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
@@ -132,9 +129,11 @@ def attention_fwd_kernel(
 
     length = kv_len
     if HAS_LENGTHS:
-        length = min(max(tl.load(kv_lengths_ptr + b * stride_kv_lengths).to(tl.int32), 0), kv_len)
-    left = window_left if HAS_LEFT else 1073741824
-    right = window_right if HAS_RIGHT else 1073741824
+        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
+            tl.int32
+        )
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
     i_last = min(i_first + BLOCK_M, q_len) - 1
     start, stop = kv_span(i_first, i_last, q_len, length, left, right)
     own = rows
@@ -212,7 +211,7 @@ def attention_fwd_kernel(
                         if MASK_KIND == 1:
                             seen = seen & (entry != 0)
                         else:
-                            seen = seen & (entry > hidden_below)
+                            seen = seen & row_mask[:, None] & (entry > hidden_below)
                             s += entry.to(tl.float32)
                 if not FOLD_SCALE:
                     s *= LOG2E

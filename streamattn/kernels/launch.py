@@ -51,9 +51,10 @@ def heads_per_group(x: Tensor, window_right: int) -> int:
     return max(1, GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of batch, head and row of a [B, H, T, D] tensor as stride_<name>_b, _h, _t."""
-    return dict(zip((f"stride_{name}_b", f"stride_{name}_h", f"stride_{name}_t"), x.stride(), strict=False))
+def strides(name: str, x: Tensor | None) -> dict[str, int]:
+    """Strides of the first three dimensions as stride_<name>_b, _h, _t; 0 without a tensor."""
+    values = (0, 0, 0) if x is None else x.stride()[:3]
+    return dict(zip((f"stride_{name}_b", f"stride_{name}_h", f"stride_{name}_t"), values, strict=True))
 
 
 class _Plan(NamedTuple):
@@ -93,6 +94,7 @@ def launch(
         return
     programs, others = arguments()
     grid = (programs, 1, 1)
+    # Triton 3.10 turns fusion off by default; without it products and sums round twice
     compiled = kernel[grid](**pointers, **others, enable_fp_fusion=True)
     if compiled is None:
         return  # the interpreter compiles nothing
@@ -150,16 +152,15 @@ def score_arguments(
     window_left, window_right = (
         UNBOUNDED if side >= q_len + kv_len else side for side in (window_left, window_right)
     )
-    mask_kind, mask_strides = NO_MASK, (0, 0, 0, 0)
+    mask_kind, mask_strides, hidden_below = NO_MASK, (0, 0, 0, 0), 0.0
     if attn_mask is not None:
         mask_kind = BOOL_MASK if attn_mask.dtype == torch.bool else ADDITIVE_MASK
         mask_strides = tuple(
             stride if size > 1 else 0
             for stride, size in zip(attn_mask.stride(), attn_mask.shape, strict=True)
         )
-    hidden_below = (
-        torch.finfo(attn_mask.dtype).min / 2 if attn_mask is not None and mask_kind == ADDITIVE_MASK else 0.0
-    )
+        if mask_kind == ADDITIVE_MASK:
+            hidden_below = torch.finfo(attn_mask.dtype).min / 2
     precision = "tf32" if torch.get_float32_matmul_precision() != "highest" else "tf32x3"
     return dict(
         stride_mask_b=mask_strides[0],
@@ -190,11 +191,6 @@ def score_arguments(
         HAS_LENGTHS=kv_lengths is not None,
         HAS_SOFTCAP=softcap > 0.0,
         HAS_DROPOUT=drop_threshold > 0,
-        # whether some query may see no key at all; such a row may hold anything
-        EMPTY_ROWS=attn_mask is not None
-        or q_segments is not None
-        or kv_lengths is not None
-        or kv_len - q_len + window_right < 0,
         # the scale is folded into the exponent's argument where nothing stands between it and the product
         FOLD_SCALE=scale > 0.0 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
         PRECISION=precision if q.dtype == torch.float32 else "ieee",

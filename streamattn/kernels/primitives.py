@@ -14,6 +14,10 @@ from streamattn import pattern
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(7)
+UNBOUNDED = tl.constexpr(pattern.UNBOUNDED)
+# a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
+# all are visible, and the other edge
+INSIDE = tl.constexpr(1)
 
 
 def _jit(rule):

@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from streamattn import attention
 from streamattn.dispatch import Backend, choose
-from streamattn.reference import keep_mask
-from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, relative_errors, run
+from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, keep_of, relative_errors, run
 from tests.gpu.peers import NAMES, sdpa
 from tests.pairwise import pairwise
 
@@ -55,7 +54,7 @@ def compare(case: Case, dtype: torch.dtype, peer: SDPBackend, rms_factor: float,
 @pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
 def test_auto_is_the_kernel_but_for_long_float32_rows(head_dim, dtype):
     q = torch.zeros(1, 1, 16, head_dim, device="cuda", dtype=dtype)
-    chosen = choose(Backend.AUTO, q, q, softcap=5.0, dropout_p=0.1, kv_len=16)
+    chosen = choose(Backend.AUTO, q, q, softcap=5.0, dropout_p=0.1)
     long_float32 = dtype == torch.float32 and head_dim > 128
     assert chosen is (Backend.REFERENCE if long_float32 else Backend.TRITON)
     if long_float32:
@@ -168,20 +167,11 @@ def case_of(row: dict[str, Any]) -> tuple[Case, torch.dtype]:
     return Case(head_dim=head_dim, value_dim=value_dim, **shapes, **row), dtype
 
 
-def keep_of(case: Case, seed: int) -> torch.Tensor | None:
-    """The dropout mask of a call that starts from this seed of torch's generator."""
-    if not case.dropout_p:
-        return None
-    torch.manual_seed(seed)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device="cuda")
-    return keep_mask(drawn, case.dropout_p, case.batch, case.q_heads, (0, case.q_len), (0, case.kv_len))
-
-
 @pytest.mark.parametrize("row", pairwise(OPTIONS), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_pair_of_options(row, poisoned):
     case, dtype = case_of(row)
     inputs = case.build(dtype, "cuda")
-    want = expected(inputs, keep_of(case, 11))
+    want = expected(inputs, keep_of(case, 11, "cuda"))
     torch.manual_seed(11)
     judge(ours(inputs), want, dtype, case)
 
@@ -246,7 +236,7 @@ def test_dropout_mask_is_keep_mask_on_every_tile_shape(dropout_p, head_dim, dtyp
     q = torch.zeros(batch, heads, q_len, head_dim, device="cuda", dtype=dtype)
     k = torch.zeros(batch, heads, kv_len, head_dim, device="cuda", dtype=dtype)
     case = Case(batch=batch, q_heads=heads, q_len=q_len, kv_len=kv_len, dropout_p=dropout_p)
-    keep = keep_of(case, 3)
+    keep = keep_of(case, 3, "cuda")
     assert keep is not None
     for start in range(0, kv_len, head_dim):
         v = torch.zeros(batch, heads, kv_len, head_dim, device="cuda", dtype=dtype)

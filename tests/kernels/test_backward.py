@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from streamattn import attention
-from tests.cases import MASKS, Case, Inputs, Result, expected, judge, run
-from tests.kernels.test_forward import OPTIONS, case_of, keep_of
+from tests.cases import MASKS, Case, Inputs, Result, expected, judge, keep_of, run
+from tests.kernels.test_forward import OPTIONS, case_of
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 
@@ -25,7 +25,7 @@ def check(case: Case, dtype: torch.dtype = torch.float32, *, with_lse: bool = Tr
     inputs = case.build(dtype)
     if not with_lse:
         inputs.dlse.zero_()
-    judge(backward(inputs, seed=11), expected(inputs, keep_of(case, inputs, 11)), dtype, case)
+    judge(backward(inputs, seed=11), expected(inputs, keep_of(case, 11)), dtype, case)
 
 
 def backward(inputs: Inputs, seed: int = 0) -> Result:

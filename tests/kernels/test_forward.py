@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from streamattn import attention
-from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge
+from streamattn.pattern import UNBOUNDED
+from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, keep_of
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 
@@ -53,17 +54,6 @@ def case_of(row: dict[str, Any]) -> tuple[Case, torch.dtype]:
     return case, dtype
 
 
-def keep_of(case: Case, inputs: Inputs, seed: int) -> torch.Tensor | None:
-    """The mask of a call that starts from this seed of torch's generator."""
-    if not case.dropout_p:
-        return None
-    from streamattn.reference import keep_mask
-
-    torch.manual_seed(seed)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64)
-    return keep_mask(drawn, case.dropout_p, case.batch, case.q_heads, (0, case.q_len), (0, case.kv_len))
-
-
 @torch.no_grad()
 def forward(inputs: Inputs, seed: int = 0) -> Result:
     torch.manual_seed(seed)
@@ -78,7 +68,7 @@ def wanted(inputs: Inputs, keep: torch.Tensor | None = None) -> Result:
 
 def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
     inputs = case.build(dtype)
-    judge(forward(inputs, seed=11), wanted(inputs, keep_of(case, inputs, 11)), dtype, case)
+    judge(forward(inputs, seed=11), wanted(inputs, keep_of(case, 11)), dtype, case)
 
 
 @pytest.mark.parametrize("row", pairwise(OPTIONS), ids=lambda row: "-".join(map(str, row.values())))
@@ -193,11 +183,29 @@ def test_out_is_stored_token_major():
 def test_dropout_mask_is_keep_mask_bit_by_bit(dropout_p):
     """With the identity as values and equal scores, out shows which weights were kept."""
     case = Case(batch=2, q_heads=2, kv_heads=1, q_len=40, kv_len=130, dropout_p=dropout_p)
-    inputs = case.build()
     eye = torch.eye(130).expand(2, 1, 130, 130)
     torch.manual_seed(3)
     q, k = torch.zeros(2, 2, 40, 16), torch.zeros(2, 1, 130, 16)
     got = attention(q, k, eye, dropout_p=dropout_p, backend="triton")
-    keep = keep_of(case, inputs, 3)
+    keep = keep_of(case, 3)
     assert keep is not None
     assert torch.equal(got != 0, keep)
+
+
+def test_a_key_hidden_by_an_additive_mask_is_hidden_from_rows_past_the_end_too():
+    q, k, v = (torch.randn(1, 1, length, 16) for length in (6, 64, 64))
+    mask = torch.zeros(6, 64)
+    mask[:, 3] = -torch.inf
+    k[:, :, 3], v[:, :, 3] = torch.nan, torch.nan
+    q.requires_grad_()
+    out = attention(q, k, v, attn_mask=mask, backend="triton")
+    assert out.isfinite().all()
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
+def test_lengths_beyond_int32_are_clamped():
+    q, k, v = (torch.randn(1, 1, length, 16) for length in (6, 64, 64))
+    lengths = torch.tensor([2**32 + 3])
+    options = (None, None, None, lengths, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton")
+    out, _ = torch.ops.streamattn.attention_forward(q, k, v, *options)
+    torch.testing.assert_close(out, attention(q, k, v, scale=0.25, backend="reference"), atol=1e-5, rtol=1e-5)

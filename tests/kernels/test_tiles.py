@@ -7,11 +7,20 @@ from itertools import product
 
 import pytest
 
-from streamattn.kernels.tiles import Tile, architecture, choose_tile
+from streamattn.dispatch import MAX_TRITON_FLOAT32_HEAD_DIM, MAX_TRITON_HEAD_DIM
+from streamattn.kernels.tiles import _TABLES, Architecture, Pass, Tile, architecture, choose_tile
 
-PASSES = ("forward", "dq", "dkdv")
-ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "interpreter")
-CALLS = list(product(ARCHITECTURES, [1, 16, 64, 65, 96, 128, 129, 192, 256], [2, 4], [False, True]))
+PASSES: tuple[Pass, ...] = ("forward", "dq", "dkdv")
+ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_86", "sm_90", "interpreter")
+HEAD_DIMS = {
+    2: [1, 16, 64, 65, 96, 128, 129, 192, MAX_TRITON_HEAD_DIM],
+    4: [1, 65, MAX_TRITON_FLOAT32_HEAD_DIM],
+}
+CALLS: list[tuple[Architecture, int, int, bool]] = [
+    (arch, head_dim, itemsize, dense_mask)
+    for arch, itemsize, dense_mask in product(ARCHITECTURES, HEAD_DIMS, [False, True])
+    for head_dim in HEAD_DIMS[itemsize]
+]
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -29,6 +38,12 @@ def test_the_row_statistics_of_dq_cover_the_tiles_of_dkdv():
     """dq pads them to its own tiles; dk and dv read them without a test."""
     for call in CALLS:
         assert choose_tile("dq", *call).BLOCK_M % choose_tile("dkdv", *call).BLOCK_M == 0, call
+
+
+def test_the_passes_have_the_same_rows():
+    for arch, itemsize in product(ARCHITECTURES[:-1], HEAD_DIMS):
+        forward, dq, dkdv = (list(_TABLES[name, arch, itemsize]) for name in PASSES)
+        assert forward == dq == dkdv == sorted(forward)
 
 
 @pytest.mark.parametrize(

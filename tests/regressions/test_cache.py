@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,6 @@ from tests.hf_models import (
     left_padding,
     pair,
     tokens,
-    twin,
 )
 
 pytestmark = [
@@ -65,7 +66,7 @@ def test_checkpointing_with_a_cache(family, reentrant, use_cache):
     for module in plain.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    checkpointed = twin(plain)
+    checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     checkpointed.enable_input_require_grads()
     ids = tokens(2, 9)

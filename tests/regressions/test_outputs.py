@@ -27,7 +27,7 @@ def test_true_weights_whatever_the_implementation(family, attn, pads):
         assert torch.allclose(x[1, :, pads:], y[1, :, pads:], atol=1e-5)
         torch.testing.assert_close(x[0].sum(-1), torch.ones(4, 8))
     plain = patched(ids, attention_mask=mask)
-    assert torch.equal(plain.logits, a.logits) or torch.allclose(plain.logits, a.logits, atol=1e-5)
+    assert torch.allclose(plain.logits, a.logits, atol=1e-5)
     assert plain.attentions is None
 
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 needs_packing = pytest.mark.skipif(
-    not patches.hf._MASKS_PASS_UNCHANGED, reason="this release can't separate packed documents"
+    not patches.hf.MASKS_PASS_UNCHANGED, reason="this release can't separate packed documents"
 )
 
 
@@ -56,7 +56,7 @@ def test_packed_batches(family):
 
 
 # huggingface/transformers#46634: a release that can't keep them apart must say so
-@pytest.mark.skipif(patches.hf._MASKS_PASS_UNCHANGED, reason="this release can separate packed documents")
+@pytest.mark.skipif(patches.hf.MASKS_PASS_UNCHANGED, reason="this release can separate packed documents")
 def test_packing_that_cannot_be_served_raises(family):
     patched, _ = pair(family)
     with pytest.raises(ValueError, match="packed documents"):
@@ -86,7 +86,7 @@ def test_perturbing_one_document_leaves_the_other_alone(family):
     assert not torch.allclose(before[:, 2], after[:, 2], atol=1e-3)
     options["position_ids"] = positions_of(4, 5)
     body_alone = reference.transformer if family == "gpt2" else reference.model
-    if patches.hf._MASKS_PASS_UNCHANGED:
+    if patches.hf.MASKS_PASS_UNCHANGED:
         packed = body(ids, **options).last_hidden_state
         assert error_where(None, packed[:, 4:], body_alone(ids[:, 4:]).last_hidden_state) < TOLERANCE
 

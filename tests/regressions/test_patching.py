@@ -87,7 +87,7 @@ def test_no_version_number_decides():
 
 # huggingface/transformers#45811, optimum-executorch#82: no mask reaches an attention without a mask function
 @pytest.mark.skipif(
-    not patches.hf._MASKS_PASS_UNCHANGED, reason="models of this release make masks themselves"
+    not patches.hf.MASKS_PASS_UNCHANGED, reason="models of this release make masks themselves"
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_holds_where_no_mask_function_is_registered(family):
