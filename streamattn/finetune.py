@@ -96,7 +96,10 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
         ValueError: the job asks for something that doesn't fit together.
         OSError: a model or tokenizer that isn't there, a process group that can't be joined.
     """
-    arguments = TrainingArguments(**job.training)
+    try:
+        arguments = TrainingArguments(**job.training)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"transformers.TrainingArguments: {_one_line(error)}") from None
     checkpoint = _checkpoint_to_resume(job, arguments)
     set_seed(arguments.seed)
     if job.model is not None:

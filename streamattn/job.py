@@ -32,14 +32,16 @@ _LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: only true and false are booleans (``save_strategy: no``), 5e-4 is a number."""
+    """YAML 1.2's scalars: ``no`` is a string, 5e-4 a number, 010 ten, and 1:30 and 2026_11 are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "float", "timestamp")]
+    first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "int", "float", "timestamp")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|Inf)$|\.(nan|NaN)$"),
@@ -107,17 +109,22 @@ def read_job(argv: Sequence[str]) -> Job:
     path = Path(config)
     values = _read_yaml(path)
     _check_keys(values, origin=str(path))
-    overrides = _parse_overrides(rest)
+    texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    overrides, override_texts = _parse_overrides(rest)
     resume = overrides.pop("resume", False)
     _check_keys(overrides, origin="command line")
     for chosen, other in (("model", "shape"), ("shape", "model")):
         if overrides.get(chosen) is not None and other not in overrides:
             values.pop(other, None)
     values |= overrides
+    texts |= override_texts
     hints = {**typing.get_type_hints(TrainingArguments), **typing.get_type_hints(Job)}
-    values = {key: _typed(key, value, hints[key]) for key, value in values.items()}
+    values = {key: _typed(key, value, hints[key], texts[key]) for key, value in values.items()}
     own = {key: values.pop(key) for key in job_keys() & values.keys()}
-    values.setdefault("output_dir", f"runs/{path.stem}")
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if values.get(key, 1) < 1:
+            raise ValueError(f"{key}: expected at least 1, got {values[key]}")
+    values["output_dir"] = values.get("output_dir") or f"runs/{path.stem}"
     values.setdefault("report_to", "none")
     values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     # Without it accelerate makes each process of a launch on the CPU train a model of its own.
@@ -155,9 +162,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """``--key value``, ``--key=value`` or ``--key`` (true); values are read as YAML."""
+def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """``--key value``, ``--key=value`` or ``--key`` (true): the values, read as YAML, and their texts."""
     values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
     words = list(words)
     while words:
         word = words.pop(0)
@@ -166,11 +174,13 @@ def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word[2:].partition("=")
         if not equals:
             text = words.pop(0) if words and not words[0].startswith("--") else "true"
+        key = key.replace("-", "_")
+        texts[key] = text
         try:
-            values[key.replace("-", "_")] = yaml.load(text, Loader=_Loader)
+            values[key] = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError:
-            values[key.replace("-", "_")] = text
-    return values
+            values[key] = text
+    return values, texts
 
 
 def _check_keys(values: Mapping[str, Any], origin: str) -> None:
@@ -181,8 +191,8 @@ def _check_keys(values: Mapping[str, Any], origin: str) -> None:
             raise ValueError(f"{origin}: unknown key {key!r}; the nearest is {nearest!r}")
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as one of the types that ``hint`` allows: whole floats are ints, numbers are strings.
+def _typed(key: str, value: Any, hint: Any, text: str) -> Any:
+    """``value`` as one of the types that ``hint`` allows: whole floats are ints, a string keeps its ``text``.
 
     Hints of other than YAML's types (an enum) are left to ``transformers.TrainingArguments``.
     """
@@ -197,7 +207,7 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     if number and int in allowed and float(value).is_integer():
         return int(value)
     if number and str in allowed:
-        return str(value)
+        return text
     names = " or ".join(sorted("none" if option is type(None) else option.__name__ for option in allowed))
     raise ValueError(f"{key}: expected {names}, got {value!r}")
 
@@ -233,7 +243,10 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
             )
     special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     fields: dict[str, Any] = {**special_tokens, **values}
-    return type(config)(**fields)
+    try:
+        return type(config)(**fields)
+    except Exception as error:  # releases differ in what a configuration class raises on a wrong value
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 def check_launch(job: Job, environment: Mapping[str, str]) -> bool:
