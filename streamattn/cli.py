@@ -27,11 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
         return import_module(f"streamattn.{arguments[0]}").main(arguments[1:])
+    if arguments == ["--version"]:
+        from streamattn import __version__
+
+        print(f"streamattn {__version__}")
+        return 0
     asked_for_help = bool(arguments) and arguments[0] in ("-h", "--help")
     stream = sys.stdout if asked_for_help else sys.stderr
     if arguments and not asked_for_help:
         print(f"streamattn: no command {arguments[0]!r}", file=stream)
-    print("usage: streamattn COMMAND [ARGUMENTS]", file=stream)
+    print("usage: streamattn COMMAND [ARGUMENTS] | --version", file=stream)
     for name, purpose in _COMMANDS.items():
         print(f"  {name:<9} {purpose}", file=stream)
     return 0 if asked_for_help else 2

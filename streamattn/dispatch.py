@@ -26,7 +26,6 @@ class Backend(str, Enum):
 
 BACKEND_NAMES = tuple(backend.value for backend in Backend)
 MAX_TRITON_HEAD_DIM = 256
-MAX_TRITON_FLOAT32_HEAD_DIM = 128
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -93,11 +92,6 @@ def unsupported(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropo
         return "Triton's interpreter computes bfloat16 wrongly; use float32"
     if q.dtype not in _HALF_OR_SINGLE:
         return f"it takes float16, bfloat16 and float32, got {q.dtype}"
-    if q.is_cuda and q.dtype == torch.float32 and max(head_dims) > MAX_TRITON_FLOAT32_HEAD_DIM:
-        return (
-            f"in float32 it takes head dimensions up to {MAX_TRITON_FLOAT32_HEAD_DIM}, got {max(head_dims)}: "
-            "longer sums in the tensor cores lose float32 accuracy; use backend='reference'"
-        )
     if max(head_dims) > MAX_TRITON_HEAD_DIM:
         return f"it takes head dimensions up to {MAX_TRITON_HEAD_DIM}, got {max(head_dims)}"
     if q.numel() == 0 or v.numel() == 0:

@@ -111,16 +111,27 @@ def _backward(
     chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
+    masks = (q_segments, kv_segments, kv_lengths, seed)
+    options = (scale, window_left, window_right, softcap, dropout_p)
     if chosen is Backend.TRITON:
         from streamattn.kernels.backward import attention_backward
-    elif chosen is Backend.SDPA:
-        from streamattn.kernels.cpu import attention_backward
+        from streamattn.kernels.mask_gradient import attention_mask_gradient
+
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dq, dk, dv, lse2, delta = attention_backward(
+            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *options
+        )
+        dmask = None
+        if mask_grad and attn_mask is not None:
+            dmask = attention_mask_gradient(dout, q, k, v, lse2, delta, attn_mask, *masks, *options)
     else:
-        from streamattn.reference import attention_backward
-    masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed)
-    dq, dk, dv, dmask = attention_backward(
-        dout, dlse, q, k, v, out, lse, *masks, scale, window_left, window_right, softcap, dropout_p, mask_grad
-    )
+        if chosen is Backend.SDPA:
+            from streamattn.kernels.cpu import attention_backward
+        else:
+            from streamattn.reference import attention_backward
+        dq, dk, dv, dmask = attention_backward(
+            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *options, mask_grad
+        )
     return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
 
 

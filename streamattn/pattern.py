@@ -6,7 +6,8 @@ attention is ``window_right = 0``. An open side has the width `UNBOUNDED`.
 
 Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python
 ints, torch tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and
-mask tensors are data, not geometry; they are left to the callers.
+mask tensors are data, not geometry; they are left to the callers. So is dropout, but for the threshold on
+which the reference and the kernels must agree.
 
 A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start, stop)`` excludes stop.
 """
@@ -60,3 +61,8 @@ def count_pairs(q_len: int, kv_len: int, window_left: int = UNBOUNDED, window_ri
         start, stop = kv_span(i, i, q_len, kv_len, window_left, window_right)
         total += max(stop - start, 0)
     return total
+
+
+def drop_threshold(dropout_p: float) -> int:
+    """Dropout rate in 256ths, 0 to 255: an element is dropped iff its random byte is below it."""
+    return min(round(dropout_p * 256), 255)

@@ -25,7 +25,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from streamattn.pattern import kv_span, kv_span_full, visible
+from streamattn.pattern import drop_threshold, kv_span, kv_span_full, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,11 +48,6 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     """An uninitialised ``out`` [B, Hq, Tq, Dv], stored [B, Tq, Hq, Dv]: merging the heads is a view."""
     batch, num_heads, q_len, _ = q.shape
     return q.new_empty((batch, q_len, num_heads, v.shape[-1])).transpose(1, 2)
-
-
-def drop_threshold(dropout_p: float) -> int:
-    """Dropout rate in 256ths, 0 to 255: an element is dropped iff its random byte is below it."""
-    return min(round(dropout_p * 256), 255)
 
 
 def _philox_words(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:

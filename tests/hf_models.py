@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     StaticCache,
 )
 
+import patches.hf
 from patches import patch_model
 
 FAMILIES = ("gpt2", "olmo2")
@@ -136,3 +138,17 @@ def static_cache(model: PreTrainedModel, batch: int, length: int) -> StaticCache
     parameters = inspect.signature(StaticCache.__init__).parameters
     sizes: dict[str, Any] = {"max_batch_size": batch} if "max_batch_size" in parameters else {}
     return StaticCache(config=model.config, max_cache_len=length, **sizes)
+
+
+def spy_attention(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the arguments of every call of `attention` by a patched layer."""
+    calls: list[dict[str, Any]] = []
+    original = patches.hf.attention
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        result = original(q, k, v, **options)
+        calls.append({"q": q, "k": k, "v": v, "result": result, **options})
+        return result
+
+    monkeypatch.setattr(patches.hf, "attention", recording)
+    return calls

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import streamattn
 from streamattn import cli, finetune
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.err == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["fine-tune"]])
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"streamattn {streamattn.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["fine-tune"], ["--versions"], ["--version", "info"]])
 def test_without_a_known_command_the_usage_goes_to_stderr(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ from types import ModuleType
 import numpy
 import pytest
 
+from tests.kernels.conftest import INTERPRETED
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ def version_of(module: ModuleType) -> tuple[int, int]:
     version_of(triton) < (3, 7) and version_of(numpy) >= (2, 4),
     reason="this Triton's interpreter fails on loops with run-time bounds under numpy 2.4 and newer",
 )
-@pytest.mark.parametrize("part", ["test_forward.py", "test_backward.py", "test_primitives.py"])
+@pytest.mark.parametrize("part", INTERPRETED)
 def test_kernels_in_the_interpreter(part):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{part}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""The visibility rule, exhaustively on small sizes against the contract's sentence in plain Python."""
+"""The visibility rule, exhaustively on small sizes against the contract in plain Python; dropout's rate."""
 
 from __future__ import annotations
 
@@ -112,3 +112,10 @@ def test_count_pairs_counts_the_visible(q_len, kv_len):
         want = sum(map(sum, cells((q_len, kv_len), left, right)))
         assert pattern.count_pairs(q_len, kv_len, width(left), width(right)) == want, (left, right)
     assert pattern.count_pairs(q_len, kv_len) == q_len * kv_len
+
+
+def test_a_probability_close_to_one_still_keeps_something():
+    threshold = pattern.drop_threshold(0.9999)
+    assert threshold == 255
+    assert pattern.drop_threshold(0.0) == 0
+    assert pattern.drop_threshold(0.5) == 128

@@ -32,7 +32,7 @@ def test_python_blocks_run(line: int, source: str) -> None:
 
 def test_readme_shows_each_entry_point() -> None:
     shown = "\n".join(text for _, text in PYTHON)
-    for name in ("attention(", "StreamMultiHeadAttention(", "patch_model("):
+    for name in ("attention(", "flash_attention(", "StreamMultiHeadAttention(", "patch_model("):
         assert name in shown
 
 

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from streamattn.kernels.launch import (
     UNSPECIALIZED,
-    architecture_of,
+    call_arguments,
     call_key,
     device_guard,
+    heads_last,
     heads_per_group,
     launch,
     mask_pointers,
-    score_arguments,
     strides,
+    tile_for,
 )
 from streamattn.kernels.primitives import (
     INSIDE,
@@ -31,6 +32,7 @@ from streamattn.kernels.primitives import (
     LOG2E,
     UNBOUNDED,
     dot_add,
+    dot_rows,
     keep_tile,
     kv_span,
     kv_span_full,
@@ -43,7 +45,6 @@ from streamattn.kernels.primitives import (
     tanh,
     visible,
 )
-from streamattn.kernels.tiles import choose_tile
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -186,7 +187,7 @@ def attention_fwd_kernel(
                 keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
                 key_mask = (keys >= first_seen) & (keys < length)
                 k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+                s = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if not FOLD_SCALE:
                     s *= scale
                     if HAS_SOFTCAP:
@@ -253,31 +254,19 @@ def attention_forward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``; arguments as in `streamattn.ops`."""
-    batch, num_heads, q_len, head_dim = q.shape
-    head_dim_v = v.shape[-1]
-    out = q.new_empty((batch, q_len, num_heads, head_dim_v)).transpose(1, 2)
+    batch, num_heads, q_len, _ = q.shape
+    out = heads_last(q, v.shape[-1])
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     options = (scale, window_left, window_right, softcap, dropout_p)
 
     def arguments() -> tuple[int, dict[str, Any]]:
-        widest = max(head_dim, head_dim_v)
-        tile = choose_tile("forward", architecture_of(q), widest, q.element_size(), attn_mask is not None)
+        tile = tile_for("forward", q, v, attn_mask)
         return triton.cdiv(q_len, tile.BLOCK_M) * batch * num_heads, dict(
-            **strides("q", q),
-            **strides("k", k),
-            **strides("v", v),
+            **call_arguments(tile, q, k, v, *masks, *options),
             **strides("out", out),
-            **score_arguments(q, k, v, *masks, *options),
             heads_per_group=heads_per_group(k, window_right),
-            batch=batch,
-            BLOCK_M=tile.BLOCK_M,
-            BLOCK_N=tile.BLOCK_N,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
             SCAN=1024,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
         )
 
     pointers = dict(q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, lse_ptr=lse, **mask_pointers(*masks, seed))

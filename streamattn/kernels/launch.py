@@ -1,7 +1,7 @@
-"""What every launcher of a Triton kernel needs: device, arguments about scores and masks, and a short launch.
+"""What every launcher of a Triton kernel needs: device, tile, the arguments of a call, and a short launch.
 
 Each kernel names these arguments alike, so that a launcher passes ``**mask_pointers(...)`` and
-``**score_arguments(...)`` beside its own. Triton's own way through 60 arguments costs some 300 microseconds
+``**call_arguments(...)`` beside its own. Triton's own way through 60 arguments costs some 300 microseconds
 of host time a launch; `launch` takes it once for each set of shapes, strides and options, and from then on
 calls the compiled kernel with new pointers alone.
 """
@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from streamattn.kernels.tiles import Architecture, architecture
-from streamattn.pattern import UNBOUNDED
+from streamattn.kernels.tiles import Architecture, Pass, Tile, architecture, choose_tile
+from streamattn.pattern import UNBOUNDED, drop_threshold
 
 GROUP_BYTES = 16 << 20  # of keys and values, or queries and gradients, that share the second-level cache
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
@@ -34,9 +35,15 @@ def architecture_of(x: Tensor) -> Architecture:
     return architecture(torch.cuda.get_device_capability(x.device) if x.is_cuda else None)
 
 
-def heads_last(x: Tensor) -> Tensor:
-    """An uninitialised tensor of x's shape [B, H, T, D], stored [B, T, H, D]."""
-    batch, heads, length, head_dim = x.shape
+def tile_for(name: Pass, q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tile:
+    """The tile of a pass over these tensors, on their device."""
+    widest = max(q.shape[3], v.shape[3])
+    return choose_tile(name, architecture_of(q), widest, q.element_size(), attn_mask is not None)
+
+
+def heads_last(x: Tensor, head_dim: int) -> Tensor:
+    """An uninitialised tensor of x's dtype and batch, heads and length, stored [B, T, H, head_dim]."""
+    batch, heads, length, _ = x.shape
     return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
 
 
@@ -107,9 +114,21 @@ def launch(
 
 
 def call_key(tensors: tuple[Tensor | None, ...], *options: float) -> Hashable:
-    """Shapes, strides and dtypes of a call's tensors, its options, and the precision of float32 products."""
+    """Shapes, strides and dtypes of a call's tensors, its options, and the precision of its products."""
     layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
-    return layouts, options, torch.get_float32_matmul_precision()
+    assert tensors[0] is not None
+    return layouts, options, product_precision(tensors[0])
+
+
+def product_precision(q: Tensor) -> str:
+    """How the tensor cores multiply tensors of q's dtype: float32 in three TF32 steps, or in one if allowed.
+
+    PyTorch has two ways to allow TF32, and `torch.get_float32_matmul_precision` raises after the newer one,
+    which transformers' Trainer uses. This attribute knows both.
+    """
+    if q.dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def mask_pointers(
@@ -131,7 +150,8 @@ def mask_pointers(
     )
 
 
-def score_arguments(
+def call_arguments(
+    tile: Tile,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,9 +165,10 @@ def score_arguments(
     softcap: float,
     dropout_p: float,
 ) -> dict[str, Any]:
-    """Keyword arguments about scores and visibility that all kernels share; shapes as in `streamattn.ops`."""
-    q_len, kv_len = q.shape[2], k.shape[2]
-    drop_threshold = min(round(dropout_p * 256), 255)
+    """Keyword arguments that all kernels share, and the launch options; shapes as in `streamattn.ops`."""
+    batch, num_heads, q_len, head_dim = q.shape
+    num_kv_heads, kv_len, head_dim_v = v.shape[1:]
+    threshold = drop_threshold(dropout_p)
     # a side that reaches past every key is no limit: it costs no masked tiles
     window_left, window_right = (
         UNBOUNDED if side >= q_len + kv_len else side for side in (window_left, window_right)
@@ -161,8 +182,10 @@ def score_arguments(
         )
         if mask_kind == ADDITIVE_MASK:
             hidden_below = torch.finfo(attn_mask.dtype).min / 2
-    precision = "tf32" if torch.get_float32_matmul_precision() != "highest" else "tf32x3"
     return dict(
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
         stride_mask_b=mask_strides[0],
         stride_mask_h=mask_strides[1],
         stride_mask_m=mask_strides[2],
@@ -172,8 +195,9 @@ def score_arguments(
         stride_kv_segments_b=0 if kv_segments is None else kv_segments.stride(0),
         stride_kv_segments_t=0 if kv_segments is None else kv_segments.stride(1),
         stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
-        num_heads=q.shape[1],
-        group=q.shape[1] // k.shape[1],
+        batch=batch,
+        num_heads=num_heads,
+        group=num_heads // num_kv_heads,
         q_len=q_len,
         kv_len=kv_len,
         window_left=window_left,
@@ -181,19 +205,25 @@ def score_arguments(
         scale=scale,
         softcap=softcap,
         hidden_below=hidden_below,
-        drop_threshold=drop_threshold,
-        HEAD_DIM=q.shape[3],
-        HEAD_DIM_V=v.shape[3],
+        drop_threshold=threshold,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
         HAS_LEFT=window_left < UNBOUNDED,
         HAS_RIGHT=window_right < UNBOUNDED,
         MASK_KIND=mask_kind,
         HAS_SEGMENTS=q_segments is not None,
         HAS_LENGTHS=kv_lengths is not None,
         HAS_SOFTCAP=softcap > 0.0,
-        HAS_DROPOUT=drop_threshold > 0,
+        HAS_DROPOUT=threshold > 0,
         # the scale is folded into the exponent's argument where nothing stands between it and the product
         FOLD_SCALE=scale > 0.0 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
-        PRECISION=precision if q.dtype == torch.float32 else "ieee",
+        PRECISION=product_precision(q),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
 
 

@@ -92,6 +92,21 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def dot_rows(a, b, PRECISION: tl.constexpr):
+    """a @ b^T, [M, N] from a [M, K] and b [N, K].
+
+    A chain of truncated sums over more than 128 columns is too long for float32 inputs: even and odd columns
+    are summed apart (which moves nothing between threads) and added with rounding.
+    """
+    if PRECISION == "tf32x3" and a.shape[1] > 128:
+        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+        odd = tl.dot(a_odd, tl.trans(b_odd), input_precision=PRECISION)
+        return dot_add(a_even, tl.trans(b_even), odd, PRECISION)
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
+@triton.jit
 def tanh(x):
     """tanh to float32 accuracy: (1 - e) / (1 + e), e = exp(-2 |x|), a polynomial where that would cancel."""
     size = tl.abs(x)
@@ -124,6 +139,71 @@ def online_softmax_update(s, m, l, score_scale, GUARD: tl.constexpr):
 
 
 @triton.jit
+def probabilities(
+    s,
+    lse2,
+    rows,
+    keys,
+    row_mask,
+    key_mask,
+    own,
+    theirs,
+    mask_ptr,
+    stride_mask_m,
+    stride_mask_n,
+    q_len,
+    length,
+    left,
+    right,
+    scale,
+    softcap,
+    hidden_below,
+    TESTED: tl.constexpr,
+    MASK_KIND: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FOLD_SCALE: tl.constexpr,
+):
+    """(p, slope, seen) of one tile from its products s, p = exp(score - lse).
+
+    slope is the softcap's derivative, seen which pairs are visible. The tile is [M, N] with per-query vectors
+    [M, 1] and per-key vectors [1, N], or all of it transposed. Where a flag is off, the value it governs
+    comes back as some tensor of the tile's shape and is not to be used.
+    """
+    if FOLD_SCALE:
+        s *= scale * LOG2E
+        slope = s
+    else:
+        s *= scale
+        slope = s
+        if HAS_SOFTCAP:
+            t = tanh(s / softcap)
+            s = softcap * t
+            slope = 1.0 - t * t
+    seen = s
+    if TESTED:
+        seen = visible(rows, keys, q_len, length, left, right)
+        if HAS_SEGMENTS:
+            seen = seen & (own == theirs) & (own >= 0)
+        if MASK_KIND > 0:
+            mask_ptrs = mask_ptr + rows.to(tl.int64) * stride_mask_m + keys.to(tl.int64) * stride_mask_n
+            entry = tl.load(mask_ptrs, mask=row_mask & key_mask, other=0)
+            if MASK_KIND == 1:
+                seen = seen & (entry != 0)
+            else:
+                seen = seen & row_mask & (entry > hidden_below)
+                s += entry.to(tl.float32)
+    if not FOLD_SCALE:
+        s *= LOG2E
+    p = tl.exp2(s - lse2)
+    if TESTED:
+        p = tl.where(seen, p, 0.0)
+        if HAS_SOFTCAP:
+            slope = tl.where(seen, slope, 0.0)
+    return p, slope, seen
+
+
+@triton.jit
 def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Dropout's bool [BLOCK_M, BLOCK_N], True = kept, for queries `rows` and keys from n_start on.
 
@@ -143,13 +223,17 @@ def keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M: tl.constexpr, 
         octets = (tl.reshape(words, [BLOCK_M, CALLS, 4, 1]) >> shifts[None, None, None, :]) & 255
         octets = tl.reshape(octets, [BLOCK_M, BLOCK_N // 64, 4, 8, 2])  # [M, block, c, t, e]
         octets = tl.permute(octets, [0, 1, 3, 2, 4])
-    else:
-        tl.static_assert(BLOCK_N == 32)
+    elif BLOCK_N == 32:
         upper = (n_start // 32) % 2 == 1
         words = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))  # [M, 4, 2]
         octets = (tl.reshape(words, [BLOCK_M, 4, 2, 1]) >> shifts[None, None, None, :]) & 255
-        octets = tl.reshape(octets, [BLOCK_M, 4, 4, 2])  # [M, c, t, e]
-        octets = tl.permute(octets, [0, 2, 1, 3])
+        octets = tl.permute(tl.reshape(octets, [BLOCK_M, 4, 4, 2]), [0, 2, 1, 3])  # [M, t, c, e]
+    else:
+        tl.static_assert(BLOCK_N == 16)
+        quarter = (n_start // 16) % 4
+        word = tl.where(quarter < 2, tl.where(quarter == 0, w0, w1), tl.where(quarter == 2, w2, w3))  # [M, 4]
+        octets = (tl.reshape(word, [BLOCK_M, 4, 1]) >> shifts[None, None, :]) & 255
+        octets = tl.permute(tl.reshape(octets, [BLOCK_M, 4, 2, 2]), [0, 2, 1, 3])  # [M, t, c, e]
     return tl.reshape(octets, [BLOCK_M, BLOCK_N]).to(tl.int32) >= drop_threshold
 
 

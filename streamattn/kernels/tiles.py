@@ -18,7 +18,7 @@ class Tile:
 
     Attributes:
         BLOCK_M: queries of a tile, a power of two from 16.
-        BLOCK_N: keys of a tile, 32 or a multiple of 64, a power of two.
+        BLOCK_N: keys of a tile, a power of two from 16.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
     """
@@ -39,26 +39,26 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
 
 
 # (pass, architecture, bytes an element) -> {head dimension up to: tile}; head dimension = the larger of q's
-# and v's, rounded up to a power of two. The dispatcher sends no float32 above 128 (docs/kernel-log.md).
+# and v's
 _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
     ("forward", "sm_90", 2): {64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
     ("dq", "sm_90", 2): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     ("dkdv", "sm_90", 2): {64: Tile(32, 128, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(64, 64, 8, 1)},
-    ("forward", "sm_90", 4): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2)},
-    ("dq", "sm_90", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2)},
-    ("dkdv", "sm_90", 4): {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2)},
+    ("forward", "sm_90", 4): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    ("dq", "sm_90", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
+    ("dkdv", "sm_90", 4): {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1)},
     ("forward", "sm_80", 2): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     ("dq", "sm_80", 2): {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
     ("dkdv", "sm_80", 2): {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
-    ("forward", "sm_80", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2)},
-    ("dq", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1)},
-    ("dkdv", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1)},
+    ("forward", "sm_80", 4): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    ("dq", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 32, 8, 1)},
+    ("dkdv", "sm_80", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 32, 8, 1)},
     ("forward", "sm_86", 2): {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 1)},
     ("dq", "sm_86", 2): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
     ("dkdv", "sm_86", 2): {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
-    ("forward", "sm_86", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1)},
-    ("dq", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)},
-    ("dkdv", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)},
+    ("forward", "sm_86", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 32, 4, 1)},
+    ("dq", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    ("dkdv", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
 }
 _INTERPRETED = Tile(32, 32, 4, 1)
 
@@ -69,7 +69,7 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, de
     Args:
         name: which kernel.
         arch: see `architecture`.
-        head_dim: the larger of q's and v's head dimension, at most 256, on a GPU at most 128 with 4 bytes.
+        head_dim: the larger of q's and v's head dimension, at most 256.
         itemsize: bytes of an element of q: 2 or 4.
         dense_mask: whether an ``attn_mask`` is read: its tiles take shared memory too, so tile and pipeline
         shrink.

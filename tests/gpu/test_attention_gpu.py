@@ -52,14 +52,9 @@ def compare(case: Case, dtype: torch.dtype, peer: SDPBackend, rms_factor: float,
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
-def test_auto_is_the_kernel_but_for_long_float32_rows(head_dim, dtype):
+def test_auto_is_the_kernel(head_dim, dtype):
     q = torch.zeros(1, 1, 16, head_dim, device="cuda", dtype=dtype)
-    chosen = choose(Backend.AUTO, q, q, softcap=5.0, dropout_p=0.1)
-    long_float32 = dtype == torch.float32 and head_dim > 128
-    assert chosen is (Backend.REFERENCE if long_float32 else Backend.TRITON)
-    if long_float32:
-        with pytest.raises(ValueError, match="float32 accuracy"):
-            attention(q, q, q, backend="triton")
+    assert choose(Backend.AUTO, q, q, softcap=5.0, dropout_p=0.1) is Backend.TRITON
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -117,7 +112,7 @@ def test_error_is_that_of_sdpa_efficient_under_masks(options, dtype):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 160, 192, 256])
 @pytest.mark.parametrize("size", [300, 1024])
 def test_float32_error_is_that_of_the_plain_formula(size, head_dim, causal, poisoned):
     assert torch.get_float32_matmul_precision() == "highest"
@@ -125,12 +120,16 @@ def test_float32_error_is_that_of_the_plain_formula(size, head_dim, causal, pois
     compare(case, torch.float32, SDPBackend.MATH, 2.0, 1e9)
 
 
-def test_tf32_only_when_pytorch_allows_it():
+@pytest.mark.parametrize("allow", ["set_float32_matmul_precision", "fp32_precision"])
+def test_tf32_only_when_pytorch_allows_it(allow):
     case = Case(q_len=512, kv_len=512, head_dim=64)
     inputs = case.build(torch.float32, "cuda")
     want = expected(inputs)["out"]
     exact = relative_errors(ours(inputs)["out"], want)[0]
-    torch.set_float32_matmul_precision("high")
+    if allow == "fp32_precision":
+        torch.backends.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        torch.set_float32_matmul_precision("high")
     try:
         allowed = relative_errors(ours(inputs)["out"], want)[0]
     finally:
@@ -143,7 +142,7 @@ def test_tf32_only_when_pytorch_allows_it():
 OPTIONS: dict[str, list[Any]] = {
     "heads": [(2, 2), (6, 2), (4, 1)],
     "sizes": [(200, 200), (127, 513), (513, 127), (1, 300), (1023, 1024)],
-    "dims": [(64, 64), (128, 128), (80, 48)],
+    "dims": [(64, 64), (128, 128), (80, 48), (192, 256)],
     "causal": [False, True],
     "window_size": [None, 100, (70, 20), (0, -1)],
     "mask": ["none", "bool", "additive_heads", "trained", "trained_keys", "additive_expanded"],

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from streamattn import pattern
 from streamattn.kernels import primitives
-from streamattn.reference import drop_threshold, keep_mask
+from streamattn.reference import keep_mask
 
 SIZES = [(1, 1), (1, 5), (5, 1), (3, 7), (7, 3), (6, 6)]
 WINDOWS = [pattern.UNBOUNDED, 0, 1, 2, 5]
@@ -85,14 +85,15 @@ def test_spans_are_those_of_the_pattern(q_len, kv_len):
             assert out.tolist() == [end for span in spans for end in span(*arguments)], arguments
 
 
-@pytest.mark.parametrize("block_n", [32, 64, 128])
+@pytest.mark.parametrize("block_n", [16, 32, 64, 128])
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**62 + 3])
 def test_keep_tile_is_the_tile_of_keep_mask(block_n, seed):
     seeds, heads = torch.tensor([seed]), 3
     for p, head, row, tile in product([0.1, 0.9], [0, 5], [0, 48], [0, 1, 3]):
         out = torch.zeros(16, block_n, dtype=torch.int32)
         n_start = tile * block_n
-        keep_kernel[(1,)](out, seeds, head, row, n_start, drop_threshold(p), BLOCK_M=16, BLOCK_N=block_n)
+        threshold = pattern.drop_threshold(p)
+        keep_kernel[(1,)](out, seeds, head, row, n_start, threshold, BLOCK_M=16, BLOCK_N=block_n)
         whole = keep_mask(seeds, p, 2, heads, (row, row + 16), (n_start, n_start + block_n))
         assert torch.equal(out != 0, whole[head // heads, head % heads]), (p, head, row, tile)
 

@@ -7,19 +7,16 @@ from itertools import product
 
 import pytest
 
-from streamattn.dispatch import MAX_TRITON_FLOAT32_HEAD_DIM, MAX_TRITON_HEAD_DIM
+from streamattn.dispatch import MAX_TRITON_HEAD_DIM
 from streamattn.kernels.tiles import _TABLES, Architecture, Pass, Tile, architecture, choose_tile
 
 PASSES: tuple[Pass, ...] = ("forward", "dq", "dkdv")
 ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_86", "sm_90", "interpreter")
-HEAD_DIMS = {
-    2: [1, 16, 64, 65, 96, 128, 129, 192, MAX_TRITON_HEAD_DIM],
-    4: [1, 65, MAX_TRITON_FLOAT32_HEAD_DIM],
-}
+ITEMSIZES = (2, 4)
 CALLS: list[tuple[Architecture, int, int, bool]] = [
     (arch, head_dim, itemsize, dense_mask)
-    for arch, itemsize, dense_mask in product(ARCHITECTURES, HEAD_DIMS, [False, True])
-    for head_dim in HEAD_DIMS[itemsize]
+    for arch, itemsize, dense_mask in product(ARCHITECTURES, ITEMSIZES, [False, True])
+    for head_dim in [1, 16, 64, 65, 96, 128, 129, 192, MAX_TRITON_HEAD_DIM]
 ]
 
 
@@ -28,7 +25,7 @@ def test_every_call_has_a_legal_tile(name):
     for arch, head_dim, itemsize, dense_mask in CALLS:
         tile = choose_tile(name, arch, head_dim, itemsize, dense_mask)
         assert tile.BLOCK_M >= 16, (arch, head_dim)
-        assert tile.BLOCK_N == 32 or tile.BLOCK_N % 64 == 0, (arch, head_dim)
+        assert tile.BLOCK_N >= 16, (arch, head_dim)
         for size in (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps):
             assert size & (size - 1) == 0, (arch, head_dim)
         assert 1 <= tile.num_stages <= 4
@@ -41,7 +38,7 @@ def test_the_row_statistics_of_dq_cover_the_tiles_of_dkdv():
 
 
 def test_the_passes_have_the_same_rows():
-    for arch, itemsize in product(ARCHITECTURES[:-1], HEAD_DIMS):
+    for arch, itemsize in product(ARCHITECTURES[:-1], ITEMSIZES):
         forward, dq, dkdv = (list(_TABLES[name, arch, itemsize]) for name in PASSES)
         assert forward == dq == dkdv == sorted(forward)
 

@@ -25,7 +25,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from streamattn.kernels import backward, forward  # noqa: E402
+import streamattn.kernels.launch  # noqa: E402
+from streamattn.kernels import backward, forward, mask_gradient  # noqa: E402
 
 # what a block may have of it, as the CUDA programming guide lists it by compute capability
 SHARED_BYTES = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
@@ -74,8 +75,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Launch]
 
     def record(arch: str, dtype: torch.dtype, head_dim: int, call: dict[str, Any]) -> dict[str, Launch]:
         seen.clear()
-        for module in (forward, backward):
-            monkeypatch.setattr(module, "architecture_of", lambda x: arch)
+        monkeypatch.setattr(streamattn.kernels.launch, "architecture_of", lambda x: arch)
+        for module in (forward, backward, mask_gradient):
             monkeypatch.setattr(module, "launch", keep)
         launch_all(dtype, head_dim, **call)
         return dict(seen)
@@ -106,12 +107,13 @@ def launch_all(
     attn_mask = None if mask is None else empty(2, 8, 4096, 4096, dtype=mask)
     segments = empty(2, 4096, dtype=torch.int32) if everything else None
     lengths, seed = (empty(n, dtype=torch.int64) if everything else None for n in (2, 1))
-    masks = (attn_mask, segments, segments, lengths, seed)
+    masks = (segments, segments, lengths, seed)
     options = (0.1, *window, 30.0 if everything else 0.0, 0.1 if everything else 0.0)
-    forward.attention_forward(q, k, v, *masks, *options)
+    forward.attention_forward(q, k, v, attn_mask, *masks, *options)
     dlse = lse if everything else None
-    mask_grad = mask is not None and mask.is_floating_point
-    backward.attention_backward(q, dlse, q, k, v, q, lse, *masks, *options, mask_grad)
+    *_, lse2, delta = backward.attention_backward(q, dlse, q, k, v, q, lse, attn_mask, *masks, *options)
+    if attn_mask is not None and attn_mask.is_floating_point():
+        mask_gradient.attention_mask_gradient(q, q, k, v, lse2, delta, attn_mask, *masks, *options)
 
 
 def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
