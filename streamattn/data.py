@@ -258,19 +258,22 @@ def read_blocks(folder: Path, made_from: dict[str, Any]) -> tuple[TokenBlocks, T
     """Blocks stored by `write_blocks`, memory-mapped; None if there are none.
 
     Raises:
-        ValueError: they were made from something else.
+        ValueError: they were made from something else, or are damaged.
     """
     description = folder / "made_from.json"
     if not description.exists():
         return None
-    stored = json.loads(description.read_text(encoding="utf-8"))
+    try:
+        stored = json.loads(description.read_text(encoding="utf-8"))
+        train, held_out = (
+            TokenBlocks(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "held_out")
+        )
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{folder} is damaged ({error}); delete it, and the text is packed again") from None
     for key, value in made_from.items():
         if stored.get(key) != value:
             raise ValueError(
                 f"{key}: this run began with {stored.get(key)!r} (see {folder}) and can't go on with "
                 f"{value!r}; pass the same, or another output_dir"
             )
-    train, held_out = (
-        TokenBlocks(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "held_out")
-    )
     return train, held_out

@@ -18,9 +18,11 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from patches import patch_model, patch_report
 from streamattn.data import TokenBlocks, pack, read_blocks, read_documents, train_tokenizer, write_blocks
@@ -52,6 +55,11 @@ from streamattn.job import Job, check_launch, job_keys, load_shape, read_job
 
 COMPARED_TOKENS = 512
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
+LONGEST_MESSAGE = 600
+
+
+class Refused(ValueError):
+    """transformers can't start with what the job asks for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
         print("usage: streamattn finetune CONFIG.yaml [--key value ...] [--resume [CHECKPOINT]]")
-        print(f"keys: {', '.join(sorted(job_keys()))}, and every field of transformers.TrainingArguments")
+        keys = sorted(job_keys() - {"context_parallel_size"})  # only its default is served yet
+        print(f"keys: {', '.join(keys)}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
     try:
         job = read_job(arguments)
@@ -77,13 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
         _leave_process_group()
         return 2
-    train(trainer, checkpoint)
+    status = 0
+    try:
+        train(trainer, checkpoint)
+    except Refused as error:
+        print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
+        status = 2
     # DDP's reducer must not be the last to hold the process group: it would keep the GIL while it waits for
     # Gloo's thread, which may wait for the GIL.
     del trainer
     gc.collect()
     _leave_process_group()
-    return 0
+    return status
 
 
 def build_trainer(job: Job) -> tuple[Trainer, str | None]:
@@ -96,25 +110,29 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
         ValueError: the job asks for something that doesn't fit together.
         OSError: a model or tokenizer that isn't there, a process group that can't be joined.
     """
-    try:
+    with _refusing("transformers.TrainingArguments"):
         arguments = TrainingArguments(**job.training)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise ValueError(f"transformers.TrainingArguments: {_one_line(error)}") from None
     checkpoint = _checkpoint_to_resume(job, arguments)
     set_seed(arguments.seed)
     if job.model is not None:
         config = _from_pretrained(AutoConfig, "model", job.model)
     else:
         config = load_shape(job.shape or "", beside=job.config.parent)
+    if checkpoint is not None:
+        _check_same_shape(checkpoint, config)
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
         tokenizer, train_blocks, held_out = _prepare_text(job, arguments, config, checkpoint)
     if job.model is not None:
         # Training keeps float32 weights, whatever the file holds; bf16: true computes in bfloat16 from them.
-        model = AutoModelForCausalLM.from_pretrained(job.model, config=config).float()
+        model = _from_pretrained(AutoModelForCausalLM, "model", job.model, config=config).float()
     else:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
-        model = AutoModelForCausalLM.from_config(config)
+        with _refusing("shape"):
+            model = AutoModelForCausalLM.from_config(config)
+    # From here on a bar would be one of a checkpoint's saving.
+    disable_progress_bar()
+    _spare_warnings(model)
     console = Console(quiet=arguments.process_index != 0)
     count = sum(p.numel() for p in model.parameters())
     console.print(
@@ -124,24 +142,45 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     )
     if job.patch:
         _patch(model, held_out, arguments, console)
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=train_blocks,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        data_collator=default_data_collator,
-        callbacks=[_RecordWorldSize(arguments.world_size)],
-    )
+    with _refusing("transformers.Trainer"):
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=train_blocks,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            data_collator=default_data_collator,
+            callbacks=[_RecordWorldSize(arguments.world_size)],
+        )
+    trainer.remove_callback(PrinterCallback if arguments.disable_tqdm else ProgressCallback)
+    trainer.add_callback(_Losses() if arguments.disable_tqdm else _LossesAndBar())
     return trainer, checkpoint
 
 
-def _from_pretrained(cls: Any, key: str, name: str) -> Any:
-    """``cls.from_pretrained(name)``, whose errors name the job's key."""
+@contextmanager
+def _refusing(what: str, begun: _Begun | None = None) -> Iterator[None]:
+    """Until training has begun, turn any error into a `Refused` of one line that starts with ``what``."""
     try:
-        return cls.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}: can't load {name!r}: {_one_line(error)}") from None
+        yield
+    except Exception as error:  # which one differs between releases, and from one key to the next
+        if begun is not None and begun.yes:
+            raise
+        raise Refused(f"{what}: {_one_line(error)}") from error
+
+
+def _from_pretrained(cls: Any, key: str, name: str, **options: Any) -> Any:
+    """``cls.from_pretrained(name)``, whose errors name the job's key."""
+    with _refusing(f"{key}: can't load {name!r}"):
+        return cls.from_pretrained(name, **options)
+
+
+def _spare_warnings(model: PreTrainedModel) -> None:
+    """Say what transformers would rightly guess, but with a warning."""
+    # It looks for the kind of loss in the class's name; GPT2LMHeadModel's has none.
+    model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
+    # A tied head isn't missing from a checkpoint.
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    model._keys_to_ignore_on_save = tied | set(model._keys_to_ignore_on_save or ())
 
 
 def _join_process_group(job: Job) -> None:
@@ -160,10 +199,14 @@ def _prepare_text(
     """Tokenizer, training and held-out blocks: made by a fresh run's main process, read back by others."""
     longest = getattr(config, "max_position_embeddings", None)
     seq_len = job.seq_len or longest
-    if seq_len is None or (longest is not None and seq_len > longest):
+    if seq_len is None:
+        raise ValueError(f"seq_len: expected a number, for {type(config).__name__} names no longest sequence")
+    if longest is not None and seq_len > longest:
         raise ValueError(f"seq_len: expected at most the model's {longest} positions, got {seq_len}")
     folder = job.output_dir
-    vocab_size, pretrained = config.vocab_size, job.tokenizer or job.model
+    vocab_size, pretrained = getattr(config, "vocab_size", None), job.tokenizer or job.model
+    if vocab_size is None:
+        raise ValueError(f"expected a causal language model, {type(config).__name__} has no vocab_size")
     made_from = {"data": job.data, "seq_len": seq_len, "tokenizer": pretrained, "vocab_size": vocab_size}
     fresh = arguments.should_save and checkpoint is None
     blocks = None if fresh else read_blocks(folder / "blocks", made_from)
@@ -181,7 +224,8 @@ def _prepare_text(
         tokenizer.save_pretrained(folder / "tokenizer")
     else:
         trained = folder / "tokenizer"
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(trained if trained.is_dir() else checkpoint or "")
+        trained = str(trained) if trained.is_dir() else checkpoint or ""
+        tokenizer = _from_pretrained(PreTrainedTokenizerFast, "tokenizer", trained)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer: expected one with an end-of-text token, {pretrained!r} has none")
     if len(tokenizer) > vocab_size:
@@ -189,6 +233,10 @@ def _prepare_text(
             f"tokenizer: {len(tokenizer)} tokens but the model's vocabulary holds {vocab_size}; pass a "
             "tokenizer and a model that belong together"
         )
+    if checkpoint is not None:
+        saved = _from_pretrained(AutoTokenizer, "resume", checkpoint)
+        if saved.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"tokenizer: not the vocabulary of {checkpoint}; go on with the same tokenizer")
     if blocks is None:
         packed = [pack(part, tokenizer, seq_len) for part in (texts, held_out_texts)]
         for name, part in zip(("training", "held-out"), packed, strict=True):
@@ -228,6 +276,40 @@ def _logits(model: PreTrainedModel, tokens: torch.Tensor, arguments: TrainingArg
         return model(input_ids=tokens, use_cache=False).logits.float()
 
 
+class _Losses(TrainerCallback):
+    """Prints a line for each step that Trainer logs, without the times, which the results have."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        names = {"eval_loss": "held-out loss", "grad_norm": "gradient norm"}
+        shown = [
+            f"{names.get(key, key.replace('_', ' '))} {value:.4g}"
+            for key, value in logs.items()
+            if isinstance(value, int | float) and not key.endswith(("epoch", "runtime", "per_second", "flos"))
+        ]
+        if state.is_world_process_zero and "train_runtime" not in logs:
+            step = f"{state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
+            self.write(f"step {step}: {', '.join(shown)}")
+
+    def write(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class _LossesAndBar(_Losses, ProgressCallback):
+    """The same above Trainer's bar."""
+
+    def write(self, line: str) -> None:
+        (print if self.training_bar is None else self.training_bar.write)(line)
+
+
+class _Begun(TrainerCallback):
+    """Knows whether everything is set up and the first step comes next."""
+
+    yes = False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.yes = True
+
+
 class _RecordWorldSize(TrainerCallback, ExportableState):
     """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
 
@@ -254,10 +336,10 @@ def _why_incomplete(checkpoint: Path) -> str | None:
     """What is missing or cut off in a checkpoint; None if it is complete."""
     try:
         # Rank 0 writes this file last.
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = _state(checkpoint)
+        recorded = state["stateful_callbacks"].get(_RecordWorldSize.__name__, {})
+    except (OSError, ValueError, TypeError, KeyError):
         return "no readable trainer_state.json"
-    recorded = state.get("stateful_callbacks", {}).get(_RecordWorldSize.__name__, {})
     world_size = recorded.get("args", {}).get("world_size", 1)
     ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
     weights = list(checkpoint.glob("*.safetensors"))
@@ -276,6 +358,22 @@ def _why_incomplete(checkpoint: Path) -> str | None:
         if not zipfile.is_zipfile(checkpoint / name):
             return f"{name} is cut off"
     return None
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """Trainer's state at a checkpoint."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
+    """Raise if the checkpoint's model has other sizes: Trainer would load what fits, or fail half way."""
+    saved = _from_pretrained(AutoConfig, "resume", checkpoint).to_dict()
+    for key, value in config.to_dict().items():
+        if type(value) is int and not key.endswith("_token_id") and saved.get(key) != value:
+            raise ValueError(
+                f"{key}: {checkpoint} has {saved.get(key)} and can't go on with {value}; pass the same "
+                "model or shape, or another output_dir"
+            )
 
 
 def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
@@ -302,7 +400,7 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
         console.print(note, markup=False, soft_wrap=True)
         return None if found is None else str(found)
     if found is not None:
-        state = json.loads((found / "trainer_state.json").read_text(encoding="utf-8"))
+        state = _state(found)
         if state["global_step"] < state["max_steps"]:
             raise ValueError(
                 f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
@@ -312,16 +410,23 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
-    """Train, evaluate, save, and print the results."""
+    """Train, evaluate, save, and print the results.
+
+    Raises:
+        Refused: an optimizer, a schedule or a checkpoint that transformers can't begin with.
+    """
     arguments = trainer.args
     start = time.perf_counter()
     first_logged = 0
     if checkpoint is not None:
-        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+        state = _state(Path(checkpoint))
         first_step, first_logged = state["global_step"], len(state["log_history"])
     else:
         first_step = 0
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    begun = _Begun()
+    trainer.add_callback(begun)
+    with _refusing("transformers.Trainer", begun):
+        result = trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
     history = trainer.state.log_history
     seconds -= sum(entry.get("eval_runtime", 0.0) for entry in history[first_logged:])
@@ -343,6 +448,8 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     loss = final["eval_loss"]
     first = evaluated[0]["eval_loss"] if evaluated else loss
     table = Table(show_header=False, title="results")
+    table.add_column()
+    table.add_column(overflow="fold")  # a path is of no use cut short
     table.add_row("training loss", f"{result.training_loss:.4f} (mean over {steps} steps)")
     table.add_row("held-out loss", f"{loss:.4f} ({loss / first:.2f} of the first, {first:.4f})")
     table.add_row("held-out perplexity", f"{math.exp(min(loss, 700.0)):.2f}")
@@ -398,9 +505,11 @@ def _leave_process_group() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """An error's first line: what PyTorch and the hub append is stacks of C++ and advice."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    """An error's message, without PyTorch's C++ stack, on one line of bounded length."""
+    text, _, _ = str(error).partition("Exception raised from")
+    if not text or isinstance(error, LookupError | AttributeError):  # a KeyError's message is only the key
+        text = f"{type(error).__name__}: {text}"
+    return textwrap.shorten(text, LONGEST_MESSAGE, placeholder=" ...")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import difflib
 import math
 import re
 import socket
+import sys
 import time
 import types
 import typing
@@ -32,7 +33,28 @@ _LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: ``no`` is a string, 5e-4 a number, 010 ten, and 1:30 and 2026_11 are strings."""
+    """YAML 1.2's scalars: ``no`` is a string, 5e-4 a number, 010 ten, and 1:30 and 2026_11 are strings.
+
+    A key that comes twice, and a value that its ``!!tag`` doesn't fit, are errors with their line.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # PyYAML's constructors let through whatever int() or a dict raises
+            what = repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+            problem = f"can't read {what} as {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for i, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:i]]:
+                problem = f"the key {key.value!r} comes twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -107,9 +129,8 @@ def read_job(argv: Sequence[str]) -> Job:
     if config.startswith("-"):
         raise ValueError(f"expected the path of a YAML first, got {config!r}")
     path = Path(config)
-    values = _read_yaml(path)
+    values, texts = _read_yaml(path)
     _check_keys(values, origin=str(path))
-    texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     overrides, override_texts = _parse_overrides(rest)
     resume = overrides.pop("resume", False)
     _check_keys(overrides, origin="command line")
@@ -124,6 +145,8 @@ def read_job(argv: Sequence[str]) -> Job:
     for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if values.get(key, 1) < 1:
             raise ValueError(f"{key}: expected at least 1, got {values[key]}")
+    if values.get("max_steps") == 0:  # Trainer would do one step
+        raise ValueError("max_steps: expected at least 1, or -1 to go by num_train_epochs, got 0")
     values["output_dir"] = values.get("output_dir") or f"runs/{path.stem}"
     values.setdefault("report_to", "none")
     values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
@@ -131,8 +154,11 @@ def read_job(argv: Sequence[str]) -> Job:
     values.setdefault("use_cpu", not torch.cuda.is_available())
     # Every parameter of a language model is used; looking for others costs a walk of the graph a step.
     values.setdefault("ddp_find_unused_parameters", False)
-    if values.get("gradient_checkpointing"):
-        # The reentrant kind marks parameters ready twice under DDP (huggingface/peft#313).
+    # Bars redraw themselves: in a file each step would leave a line.
+    values.setdefault("disable_tqdm", not sys.stderr.isatty())
+    if values.get("gradient_checkpointing") and "activation_checkpointing" not in hints:
+        # The reentrant kind, default before the newer name, marks parameters ready twice under DDP
+        # (huggingface/peft#313).
         values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": False})
     return Job(
         config=path, training=values, resume=resume if isinstance(resume, bool) else str(resume), **own
@@ -144,9 +170,23 @@ def job_keys() -> set[str]:
     return {field.name for field in dataclasses.fields(Job)} - {"config", "training", "resume"}
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _parse(text: str) -> tuple[Any, dict[str, Any]]:
+    """The value of a YAML, and of a mapping's values the texts as they were written."""
+    loader = _Loader(text)
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        return value, {key.value: item.value for key, item in pairs}
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        values, texts = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         folders = dict.fromkeys(folder.resolve() for folder in (path.parent, _CONFIGS))
         files = {file.name: file for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
@@ -155,17 +195,25 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"no file {str(path)!r}{hint}") from None
     except OSError as error:
         raise ValueError(f"can't read {str(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: not a YAML file: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{path}{line}: {', '.join(filter(None, (error.context, error.problem)))}") from None
+    except yaml.YAMLError as error:
         raise ValueError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected lines of 'key: value', got {type(values).__name__}")
-    return values
+        got = "an empty file" if values is None else type(values).__name__
+        raise ValueError(f"{path}: expected lines of 'key: value', got {got}")
+    return values, texts
 
 
-def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``--key value``, ``--key=value`` or ``--key`` (true): the values, read as YAML, and their texts."""
     values: dict[str, Any] = {}
-    texts: dict[str, str] = {}
+    texts: dict[str, Any] = {}
     words = list(words)
     while words:
         word = words.pop(0)
@@ -177,7 +225,7 @@ def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, st
         key = key.replace("-", "_")
         texts[key] = text
         try:
-            values[key] = yaml.load(text, Loader=_Loader)
+            values[key], _ = _parse(text)
         except yaml.YAMLError:
             values[key] = text
     return values, texts
@@ -228,16 +276,16 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
     file = name if name.endswith(".yaml") else f"{name}.yaml"
     candidates = [Path(name), beside / "shapes" / file, _CONFIGS / "shapes" / file]
     path = next((candidate for candidate in candidates if candidate.is_file()), candidates[-1])
-    values = _read_yaml(path)
+    values, _ = _read_yaml(path)
     if "model_type" not in values:
         raise ValueError(
             f"{path}: expected model_type: gpt2 or another of transformers' model types, got {values}"
         )
-    config = AutoConfig.for_model(values.pop("model_type"))
+    config = AutoConfig.for_model(str(values.pop("model_type")))
     for key in values:
         # rope_theta moved into rope_parameters in transformers 5; the constructor takes it in either version.
-        if not hasattr(config, key) and key != "rope_theta":
-            (nearest,) = difflib.get_close_matches(key, config.to_dict(), n=1, cutoff=0.0)
+        if not hasattr(config, str(key)) and key != "rope_theta":
+            (nearest,) = difflib.get_close_matches(str(key), config.to_dict(), n=1, cutoff=0.0)
             raise ValueError(
                 f"{path}: {type(config).__name__} has no field {key!r}; the nearest is {nearest!r}"
             )

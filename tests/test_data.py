@@ -165,6 +165,9 @@ def test_stored_blocks_are_for_the_same_job_only(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored[1].blocks, held_out)
     with pytest.raises(ValueError, match=r"seq_len: this run began with 4 .* can't go on with 8"):
         read_blocks(tmp_path / "blocks", made_from | {"seq_len": 8})
+    (tmp_path / "blocks" / "train.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"blocks is damaged \(.*; delete it"):
+        read_blocks(tmp_path / "blocks", made_from)
     # Killed between the arrays and the description: nothing to read.
     (tmp_path / "blocks" / "made_from.json").unlink()
     assert read_blocks(tmp_path / "blocks", made_from) is None

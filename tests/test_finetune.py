@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,10 @@ def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 attention layers patched, 0 not" in out
     (difference,) = re.findall(r"unpatched model on 32 tokens of held-out text: (\S+)", out)
     assert 0 <= float(difference) < 1e-4
+    assert re.search(r"^step  0/30: held-out loss \d", out, re.MULTILINE)
+    assert re.search(r"^step  1/30: loss \S+, gradient norm \S+, learning rate 0.01$", out, re.MULTILINE)
+    assert re.search(r"^step 30/30: held-out loss \d", out, re.MULTILINE)
+    assert "{" not in out.split("results")[0], "Trainer's dictionaries"
     for word in ("training loss", "held-out loss", "perplexity", "tokens/s", "peak memory", "GiB", "sample"):
         assert word in out
 
@@ -93,9 +98,19 @@ def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
     [
         (["--data", "./no-such-folder"], "data: no file or folder './no-such-folder'"),
         (["--seq_len", "33"], "seq_len: expected at most the model's 32 positions, got 33"),
-        (["--optim", "adamm"], "adamm"),
-        (["--lr_scheduler_type", "sine"], "sine"),
-        (["--eval_strategy", "sometimes"], "sometimes"),
+        (["--optim", "adamm"], "transformers.TrainingArguments: adamm"),
+        (["--lr_scheduler_type", "sine"], "transformers.TrainingArguments: sine"),
+        (["--eval_strategy", "sometimes"], "transformers.TrainingArguments: sometimes"),
+        (
+            ["--load_best_model_at_end", "--eval_strategy", "epoch", "--save_strategy", "steps"],
+            "load_best_model_at_end requires the save and eval strategy to match.*EPOCH.*STEPS",
+        ),
+        (["--log_level", "shout"], "transformers.*: KeyError: 'shout'"),
+        (["--report_to", "nothing-known"], "transformers.*: nothing-known"),
+        # What Trainer would find only when it begins.
+        (["--lr_scheduler_kwargs", "{powr: 2}"], "transformers.Trainer: .*unexpected keyword .*'powr'"),
+        (["--learning_rate", "-1"], "transformers.Trainer: Invalid learning rate: -1.0"),
+        (["--dataloader_num_workers", "-1"], "transformers.Trainer: num_workers"),
         (["--shape", "gpt2-nan"], "no file .*gpt2-nan.yaml.*near it: .*gpt2-nano.yaml"),
         (["--model", "./no-such-model"], "no-such-model"),
         (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
@@ -107,6 +122,41 @@ def test_mistakes_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     assert re.search(expected, refused(capsys, str(write_job(tmp_path)), *words))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "package"),
+    [("report_to", "wandb", "wandb"), ("deepspeed", "{zero_optimization: {stage: 2}}", "deepspeed")],
+)
+def test_an_absent_package_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str, package: str
+) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    assert package in refused(capsys, str(write_job(tmp_path)), f"--{key}", value)
+
+
+def test_an_error_after_training_has_begun_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("from a kernel")
+
+    monkeypatch.setattr(finetune.Trainer, "training_step", fail)
+    with pytest.raises(ValueError, match="from a kernel"):
+        finetune.main([str(write_job(tmp_path))])
+
+
+def test_a_shape_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    shape = tmp_path / "shape.yaml"
+    shape.write_text(shape.read_text().replace("n_head: 2", "n_head: 3"), encoding="utf-8")
+    assert "streamattn finetune: shape: " in refused(capsys, str(job))
+    shape.write_text("model_type: clip", encoding="utf-8")
+    line = refused(capsys, str(job))
+    assert "expected a causal language model, CLIPConfig has no vocab_size" in line
+    line = refused(capsys, str(job), "--seq_len", "null")
+    assert "seq_len: expected a number, for CLIPConfig names no longest sequence" in line
 
 
 def test_a_corpus_shorter_than_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +185,10 @@ def test_rank_without_world_size(
 def test_no_arguments_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune.main([]) == 2
     assert finetune.main(["--help"]) == 0
-    assert "usage: streamattn finetune" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "usage: streamattn finetune" in out
+    assert "seq_len" in out
+    assert "context_parallel_size" not in out, "only its default is legal"
 
 
 # Killed and resumed.
@@ -175,6 +228,8 @@ def test_a_killed_job_goes_on_with_the_same_losses(undisturbed: Path, tmp_path: 
 
     status, out, err = run(str(job), "--resume")
     assert status == 0, err
+    # Warnings of transformers whose cause is known, and bars where there is no terminal.
+    assert not re.search("loss_type|missing keys|it/s", err)
     assert f"resuming from {found}" in out
     assert f"skipping {half_written}: no readable trainer_state.json" in out
     assert losses(output) == losses(undisturbed / "out")
@@ -208,6 +263,9 @@ def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Pa
     assert damage("model.safetensors", 0.9) == "model.safetensors is cut off"
     assert damage("trainer_state.json", None) == "no readable trainer_state.json"
     assert damage("trainer_state.json", 0.9) == "no readable trainer_state.json"
+    for text in ("[]", "{}"):
+        (output / "checkpoint-24" / "trainer_state.json").write_text(text, encoding="utf-8")
+        assert finetune.last_checkpoint(output)[0] == output / "checkpoint-16"
 
 
 def test_a_checkpoint_of_two_processes_needs_both_generators(undisturbed: Path, tmp_path: Path) -> None:
@@ -255,6 +313,23 @@ def test_a_resumed_job_must_be_the_same(
     shutil.copytree(undisturbed / "out", tmp_path / "out")
     line = refused(capsys, str(job), "--resume", "--seq_len", "16")
     assert "seq_len: this run began with 32" in line
+    line = refused(capsys, str(job), "--resume", "--shape", "olmo2-nano")
+    assert "checkpoint-24 has 384 and can't go on with 4096" in line
+    shape = tmp_path / "shape.yaml"
+    text = shape.read_text(encoding="utf-8")
+    for key, began, goes_on in (("n_layer", 2, 3), ("n_head", 2, 4), ("vocab_size", 384, 512)):
+        shape.write_text(text.replace(f"{key}: {began}", f"{key}: {goes_on}"), encoding="utf-8")
+        line = refused(capsys, str(job), "--resume")
+        assert f"{key}: " in line
+        assert f"checkpoint-24 has {began} and can't go on with {goes_on}" in line
+    shape.write_text(text, encoding="utf-8")
+    finetune.train_tokenizer([str(i) for i in range(2000)], 384).save_pretrained(tmp_path / "other")
+    other = ["--tokenizer", str(tmp_path / "other")]
+    assert "tokenizer: this run began with None" in refused(capsys, str(job), "--resume", *other)
+    checkpoint = str(tmp_path / "out" / "checkpoint-16")
+    other += ["--output_dir", str(tmp_path / "elsewhere")]
+    line = refused(capsys, str(job), "--resume", checkpoint, *other)
+    assert f"tokenizer: not the vocabulary of {checkpoint}" in line
 
 
 def test_a_named_checkpoint_brings_its_tokenizer(undisturbed: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ MAY_IMPORT = {
 MAY_IMPORT_LAZILY = {
     "streamattn": ("patches",),
     "streamattn.ops": ("streamattn.reference", "streamattn.kernels.*"),
-    "streamattn.cli": ("streamattn.*",),
+    "streamattn.cli": ("streamattn", "streamattn.*"),
 }
 
 STANDARD_LIBRARY_ONLY = ("streamattn.pattern", "streamattn.kernels.tiles")

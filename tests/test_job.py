@@ -120,9 +120,26 @@ def test_resume_with_and_without_a_checkpoint(tmp_path: Path) -> None:
         ("shape: gpt2-nano\nmax_steps: 1:30", [], "max_steps: expected int, got '1:30'"),
         ("shape: gpt2-nano\ngradient_accumulation_steps: 0", [], "steps: expected at least 1, got 0"),
         ("shape: gpt2-nano", ["max_steps", "3"], "expected --key value, got 'max_steps'"),
-        ("shape: [gpt2", [], "not a YAML file"),
+        ("shape: gpt2-nano\nmax_steps: 0", [], "max_steps: expected at least 1, or -1 .*, got 0"),
+        ("shape: [gpt2", [], "job.yaml, line 1: while parsing a flow sequence, expected"),
         ("- a\n- b", [], "expected lines of 'key: value', got list"),
-        ("", [], "expected lines of 'key: value', got NoneType"),
+        ("", [], "expected lines of 'key: value', got an empty file"),
+        ("# nothing", [], "expected lines of 'key: value', got an empty file"),
+        ("shape: gpt2-nano\nbf16: !!bool maybe", [], "job.yaml, line 2: can't read 'maybe' as bool"),
+        ("shape: gpt2-nano\nseed: !!int [1]", [], "job.yaml, line 2: can't read this as int"),
+        ("shape: gpt2-nano\nseed: " + "9" * 5000, [], "job.yaml, line 2: can't read '9+' as int"),
+        ("data: !!timestamp x", [], "job.yaml, line 1: can't read 'x' as timestamp"),
+        ("data: !!map x", [], "job.yaml, line 1: expected a mapping node, but found scalar"),
+        ("data: !!python/object:os.system {}", [], "job.yaml, line 1: could not determine a constructor"),
+        ("lr_scheduler_kwargs:\n\tpower: 2", [], r"job.yaml, line 2: .*found character '\\t'"),
+        ("seed: 1\nshape: gpt2-nano\nseed: 2", [], "job.yaml, line 3: the key 'seed' comes twice"),
+        ("lr_scheduler_kwargs: {a: 1, a: 2}", [], "job.yaml, line 1: the key 'a' comes twice"),
+        ("? [a, b]\n: 1", [], "job.yaml, line 1: .*found unhashable key"),
+        ("shape: &a {b: *a}", [], "shape: expected none or str"),
+        ("<<: {max_steps: 1.5}\nshape: gpt2-nano", [], "max_steps: expected int, got 1.5"),
+        ("seed: 1\n---\nseed: 2", [], "job.yaml, line 2: expected a single document in the stream"),
+        ("shape: a\0b", [], "not a YAML file: unacceptable character"),
+        ("[" * 5000, [], "not a YAML file: nested too deeply"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str], expected: str) -> None:
@@ -137,8 +154,11 @@ def test_a_missing_file_names_near_ones(tmp_path: Path) -> None:
         read_job([str(tmp_path / "tinymodel.yaml")])
     with pytest.raises(ValueError, match=r"gpt2-nano_stdlib_cpu.yaml"):
         read_job(["gpt2-nano_stdlib.yaml"])
-    with pytest.raises(ValueError, match="can't read"):
+    with pytest.raises(ValueError, match=r"can't read .*: Is a directory"):
         read_job([str(tmp_path)])
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(ValueError, match=r"picture.yaml: .* not UTF-8 text \(invalid start byte at byte 0"):
+        read_job([str(tmp_path / "picture.yaml")])
 
 
 def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
@@ -154,7 +174,9 @@ def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
     [
         ("n_embd: 24", "expected model_type"),
         ("model_type: gpt2\nn_layers: 2", "GPT2Config has no field 'n_layers'; the nearest is 'n_layer'"),
+        ("model_type: gpt2\n3: 4", "GPT2Config has no field 3; the nearest is"),
         ("model_type: no-such-model", "no-such-model"),
+        ("model_type: [gpt2]", "gpt2"),
         ("model_type: gpt2\nn_layer: two", "n_layer"),
     ],
 )

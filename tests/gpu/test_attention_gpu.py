@@ -127,7 +127,7 @@ def test_tf32_only_when_pytorch_allows_it(allow):
     want = expected(inputs)["out"]
     exact = relative_errors(ours(inputs)["out"], want)[0]
     if allow == "fp32_precision":
-        torch.backends.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     else:
         torch.set_float32_matmul_precision("high")
     try:
