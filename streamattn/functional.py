@@ -162,6 +162,19 @@ def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
     return kv_lengths.reshape(k.shape[0]).to(k.device, non_blocking=True)
 
 
+def _resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
+    """Contiguous [Hq]."""
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks must be a floating tensor of one logit per query head, got {what}")
+    wanted = [] if rank == 2 else [q.shape[1]]
+    if list(sinks.shape) != wanted:
+        raise ValueError(f"sinks must have shape {wanted}, one per query head, got {list(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}; move it there")
+    return sinks.reshape(q.shape[1]).contiguous()
+
+
 def _number(name: str, value: float, low: float, high: float, expected: str) -> float:
     if isinstance(value, (bool, str, Tensor)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
@@ -183,6 +196,7 @@ def attention(
     attn_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
     kv_lengths: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
     return_lse: Literal[False] = ...,
@@ -203,6 +217,7 @@ def attention(
     attn_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
     kv_lengths: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
     return_lse: Literal[True],
@@ -222,6 +237,7 @@ def attention(
     attn_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     kv_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -251,6 +267,9 @@ def attention(
         kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are
             filled, its last Tq being the queries' own. Values are clamped to [0, Tk]; on the CPU others
             raise.
+        sinks: [Hq] (0-d for one head), any floating dtype: the score of one more key per head, which every
+            query sees and which has no value: it takes a share of the softmax away. As it stands, neither
+            scaled nor soft-capped. Differentiable. A query that sees no key has ``lse`` = its sink.
         softcap: ``softcap * tanh(score / softcap)`` is used for each score. Default None: off; 0 is off too.
         dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn
             from torch's generator of q's device. Default 0.
@@ -282,7 +301,7 @@ def attention(
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
-    _check_no_tangent(q, k, v, attn_mask)
+    _check_no_tangent(q, k, v, attn_mask, sinks)
     rank = q.dim()
     for _ in range(4 - rank):
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -306,6 +325,8 @@ def attention(
         q_segments, kv_segments = _resolve_segments(segment_ids, q, k, rank)
     if kv_lengths is not None:
         kv_lengths = _resolve_lengths(kv_lengths, k, rank)
+    if sinks is not None:
+        sinks = _resolve_sinks(sinks, q, rank)
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
@@ -319,6 +340,7 @@ def attention(
         kv_segments,
         kv_lengths,
         seed,
+        sinks,
         scale,
         window_left,
         window_right,

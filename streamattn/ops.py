@@ -7,7 +7,8 @@ are validated before, by `streamattn.functional`.
 
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each
 dimension full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed
-int64 [1]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where unused.
+int64 [1]; sinks [Hq]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where
+unused.
 ``out`` and the gradients are stored [B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32,
 float64 for float64 inputs.
 """
@@ -21,7 +22,8 @@ from streamattn.dispatch import Backend, choose
 
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
-    "float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, str backend"
+    "Tensor? sinks, float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, "
+    "str backend"
 )
 
 _library = torch.library.Library("streamattn", "DEF")
@@ -31,7 +33,8 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    f"{_OPTIONS}, bool mask_grad, bool sink_grad) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -49,6 +52,7 @@ def _forward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -72,6 +76,7 @@ def _forward(
         kv_segments,
         kv_lengths,
         seed,
+        sinks,
         scale,
         window_left,
         window_right,
@@ -100,6 +105,7 @@ def _backward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -107,11 +113,13 @@ def _backward(
     dropout_p: float,
     backend: str,
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sink_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
     masks = (q_segments, kv_segments, kv_lengths, seed)
+    delta = None
     options = (scale, window_left, window_right, softcap, dropout_p)
     if chosen is Backend.TRITON:
         from streamattn.kernels.backward import attention_backward
@@ -119,8 +127,9 @@ def _backward(
 
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv, lse2, delta = attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *options
+            dout, dlse, q, k, v, out, lse, attn_mask, *masks, sinks, *options
         )
+        delta = delta[..., : q.shape[2]]
         dmask = None
         if mask_grad and attn_mask is not None:
             dmask = attention_mask_gradient(dout, q, k, v, lse2, delta, attn_mask, *masks, *options)
@@ -130,9 +139,17 @@ def _backward(
         else:
             from streamattn.reference import attention_backward
         dq, dk, dv, dmask = attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *options, mask_grad
+            dout, dlse, q, k, v, out, lse, attn_mask, *masks, sinks, *options, mask_grad
         )
-    return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
+    dsinks = None
+    if sink_grad and sinks is not None:
+        from streamattn.reference import blind_rows, row_delta, sink_gradient
+
+        if delta is None:
+            delta = row_delta(dout, dlse, out, blind_rows(lse, sinks))
+        dsinks = sink_gradient(delta, lse, sinks)
+    dmask = q.new_empty(0) if dmask is None else dmask
+    return dq, dk, dv, dmask, q.new_empty(0) if dsinks is None else dsinks
 
 
 def _backward_fake(
@@ -144,14 +161,17 @@ def _backward_fake(
     out: Tensor,
     lse: Tensor,
     *options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    attn_mask, mask_grad = options[0], options[-1]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    attn_mask, sinks, mask_grad, sink_grad = options[0], options[5], *options[-2:]
     dq, dk, dv = (_empty_heads_last(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
-    dmask = q.new_empty(0)
+    dmask, dsinks = q.new_empty(0), q.new_empty(0)
     if mask_grad:
         assert isinstance(attn_mask, Tensor)
         dmask = attn_mask.new_empty(attn_mask.shape)
-    return dq, dk, dv, dmask
+    if sink_grad:
+        assert isinstance(sinks, Tensor)
+        dsinks = sinks.new_empty(sinks.shape)
+    return dq, dk, dv, dmask, dsinks
 
 
 class _Attention(torch.autograd.Function):
@@ -165,7 +185,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         out, lse = output
-        tensors, ctx.rest = inputs[:8], inputs[8:]
+        tensors, ctx.rest = inputs[:9], inputs[9:]
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
 
@@ -174,21 +194,22 @@ class _Attention(torch.autograd.Function):
         dout, dlse = grads
         out, lse, q, k, v, attn_mask, *masks = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 14
+            return (None,) * 15
         if dout is None:
             dout = torch.zeros_like(out)
-        mask_grad = ctx.needs_input_grad[3]
-        dq, dk, dv, dmask = torch.ops.streamattn.attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad
+        mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
+        dq, dk, dv, dmask, dsinks = torch.ops.streamattn.attention_backward(
+            dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
-        return dq, dk, dv, dmask if mask_grad else None, *(None,) * 10
+        dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
+        return dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 6
 
 
 class _AttentionBackward(torch.autograd.Function):
     """`attention_backward`, whose own derivative raises instead of being silently missing."""
 
     @staticmethod
-    def forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.streamattn.attention_backward(*args)
 
@@ -209,8 +230,8 @@ def _wants_grad(*tensors: Tensor | None) -> bool:
 
 
 def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
-    attn_mask = rest[2]
-    if _wants_grad(dout, dlse, q, k, v, attn_mask):
+    attn_mask, sinks = rest[2], rest[7]
+    if _wants_grad(dout, dlse, q, k, v, attn_mask, sinks):
         return _AttentionBackward.apply(dout, dlse, q, k, v, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.attention_backward(dout, dlse, q, k, v, *rest)
@@ -219,7 +240,7 @@ def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
 def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
 ) -> tuple[Tensor, Tensor]:
-    if _wants_grad(q, k, v, attn_mask):
+    if _wants_grad(q, k, v, attn_mask, rest[4]):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "attention has no torch.func derivative; use backward or torch.autograd.grad"

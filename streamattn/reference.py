@@ -121,6 +121,28 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
+def blind_rows(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """bool [B, Hq, Tq]: the queries that see no key, whose lse is the sink's, or -inf without one."""
+    return lse <= (-math.inf if sinks is None else sinks.to(lse.dtype).view(1, -1, 1))
+
+
+def row_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, blind: Tensor) -> Tensor:
+    """``rowsum(dout * out) - dlse``, [B, Hq, Tq]; a blind row has no out, whatever its dout holds."""
+    dtype = accumulate_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1).masked_fill(blind, 0.0)
+    return delta if dlse is None else delta - dlse
+
+
+def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of the sinks [Hq] from `row_delta`: ``-sum(exp(sink - lse) * delta)`` over batch and queries.
+
+    A sink is a key without a value: ``ds = p * (dp - delta)`` with ``dp = 0``. A sink of -inf is none.
+    """
+    logits = sinks.to(lse.dtype).view(1, -1, 1)
+    p = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse))
+    return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
 def _without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps autocast away from the products of tensors that were upcast on purpose."""
 
@@ -258,6 +280,7 @@ def attention_forward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -284,8 +307,12 @@ def attention_forward(
     for m0, m1 in tiling.q_tiles():
         q_tile = tiling.rows(q, m0, m1)
         shape = (*q_tile.shape[:3], 1)
-        m = q_tile.new_full(shape, -math.inf)
-        l = q_tile.new_zeros(shape)  # noqa: E741
+        if sinks is None:
+            m = q_tile.new_full(shape, -math.inf)
+            l = q_tile.new_zeros(shape)  # noqa: E741
+        else:  # the sink is a key of its own: seen by every row, with no value
+            m = tiling.rows(sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1), m0, m1)
+            l = torch.ones_like(m)  # noqa: E741
         acc = q_tile.new_zeros((*shape[:3], v.shape[-1]))
         for n0, n1 in tiling.kv_tiles(m0, m1):
             tile = tiling.tile(q_tile, k[:, :, n0:n1].to(tiling.dtype), m0, m1, n0, n1)
@@ -319,6 +346,7 @@ def attention_backward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -330,7 +358,7 @@ def attention_backward(
 
     With ``delta = rowsum(dout * out) - dlse``: ``ds = p * (dp - delta)``, ``dq = scale * ds @ k``,
     ``dk = scale * ds^T @ q``, ``dv = p^T @ dout``. ``dmask`` (None unless ``mask_grad``) has the mask's own
-    shape.
+    shape. The sinks' is `sink_gradient`.
     """
     tiling = _Tiling(
         q,
@@ -355,11 +383,10 @@ def attention_backward(
     dmask = None
     if mask_grad and attn_mask is not None:
         dmask = torch.zeros(attn_mask.shape, dtype=tiling.dtype, device=q.device)
-    delta = (dout.to(tiling.dtype) * out.to(tiling.dtype)).sum(dim=-1)
-    if dlse is not None:
-        delta = delta - dlse
+    blind = blind_rows(lse, sinks)
+    delta = row_delta(dout, dlse, out, blind)
     for m0, m1 in tiling.q_tiles():
-        alive = tiling.rows((lse > -math.inf).unsqueeze(-1), m0, m1) > 0
+        alive = tiling.rows(~blind.unsqueeze(-1), m0, m1) > 0
         q_tile = torch.where(alive, tiling.rows(q, m0, m1), 0.0)
         dout_tile = torch.where(alive, tiling.rows(dout, m0, m1), 0.0)
         lse_tile = torch.where(alive, tiling.rows(lse.unsqueeze(-1), m0, m1), 0.0)

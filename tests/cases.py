@@ -50,6 +50,7 @@ class Case:
     mask: str = "none"
     segments: str = "none"  # "none", "ids" (square only), "pair"
     lengths: str = "none"  # "none", "ragged", "extreme" (0 and Tk)
+    sinks: bool = False
     softcap: float | None = None
     dropout_p: float = 0.0
     layout: str = "bhtd"
@@ -77,6 +78,9 @@ class Case:
             options["segment_ids"] = self._segments(gen, device)
         if self.lengths != "none":
             options["kv_lengths"] = self._lengths(gen, device)
+        if self.sinks:
+            sinks = torch.randn(self.q_heads, generator=gen)
+            options["sinks"] = sinks.to(device, dtype).requires_grad_()
         if self.dropout_p:
             options["dropout_p"] = self.dropout_p
         dout = torch.randn(self.batch, self.q_heads, self.q_len, value_dim, generator=gen).to(device, dtype)
@@ -149,7 +153,7 @@ class Inputs:
 
 @dataclass
 class Result:
-    """What a call gave, by name: out, lse, dq, dk, dv and, for a trained mask, dmask.
+    """What a call gave, by name: out, lse, dq, dk, dv and, where there are such, dmask and dsinks.
 
     `floors` gives for some names the size below which an error counts as if the tensor were that large.
     """
@@ -207,6 +211,8 @@ def run(fn: Callable[..., Any], inputs: Inputs, **extra: Any) -> Result:
     mask = inputs.options.get("attn_mask")
     if mask is not None and mask.requires_grad:
         wanted["dmask"] = mask
+    if "sinks" in inputs.options:
+        wanted["dsinks"] = inputs.options["sinks"]
     grads = torch.autograd.grad(
         [out, lse],
         list(wanted.values()),
@@ -237,7 +243,7 @@ def expected(inputs: Inputs, keep: Tensor | None = None) -> Result:
 
 
 def floors(inputs: Inputs) -> dict[str, float]:
-    """Sizes of the terms that cancel in dq, dk and dmask where a query sees few keys.
+    """Sizes of the terms that cancel in dq, dk, dmask and dsinks where a query sees few keys.
 
     ds = p * (dp - delta) is exactly 0 for a query with one key, yet dp and delta are rounded on the way.
     """
@@ -248,7 +254,7 @@ def floors(inputs: Inputs) -> dict[str, float]:
     scale = inputs.options.get("scale")
     scale = abs(inputs.q.shape[-1] ** -0.5 if scale is None else scale)
     dp = 0.3 * (inputs.v.shape[-1] ** 0.5 * size(inputs.dout) * size(inputs.v) + size(inputs.dlse))
-    return {"dq": scale * dp * size(inputs.k), "dk": scale * dp * size(inputs.q), "dmask": dp}
+    return {"dq": scale * dp * size(inputs.k), "dk": scale * dp * size(inputs.q), "dmask": dp, "dsinks": dp}
 
 
 # Pooled relative RMS error, and maximum error in units of the largest entry, that rounding alone explains.

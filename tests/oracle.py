@@ -83,6 +83,7 @@ def attend(
     attn_mask: Tensor | None = None,
     segment_ids: Segments = None,
     kv_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
     keep: Tensor | None = None,
@@ -93,6 +94,7 @@ def attend(
         q: any floating dtype, 2-D, 3-D or 4-D.
         k: likewise.
         v: likewise.
+        sinks: [Hq], the score of one more key that every query sees and that has no value.
         keep: bool, broadcastable to [B, Hq, Tq, Tk]: the elements that dropout keeps.
 
     Returns:
@@ -125,11 +127,17 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + torch.where(hidden_entries(attn_mask), 0.0, attn_mask.double())
-    blind = ~visible.any(-1, keepdim=True)  # rows that see nothing
     scores = torch.where(visible, scores, -torch.inf)
+    if sinks is not None:
+        logits = sinks.double().reshape(1, q_heads, 1, 1).expand(batch, -1, q_len, -1)
+        scores = torch.cat([scores, logits], dim=-1)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # rows that see nothing
     safe_lse = (
-        torch.logsumexp(torch.where(blind, 0.0, scores), -1, keepdim=True) if kv_len else scores.sum(-1, True)
+        torch.logsumexp(torch.where(blind, 0.0, scores), -1, keepdim=True)
+        if scores.shape[-1]
+        else scores.sum(-1, True)
     )
+    scores = scores[..., :kv_len]
     weights = torch.where(visible, torch.exp(scores - safe_lse), 0.0)
     if keep is not None:
         weights = weights * keep / kept_probability(dropout_p)

@@ -28,6 +28,8 @@ def run_attention(inputs: Inputs, *, backend: str = "auto", lse: bool = True, **
     mask = inputs.options.get("attn_mask")
     if mask is not None and mask.requires_grad:
         wanted["dmask"] = mask
+    if "sinks" in inputs.options:
+        wanted["dsinks"] = inputs.options["sinks"]
     grads = torch.autograd.grad(out, list(wanted.values()), inputs.dout.to(out.dtype), retain_graph=True)
     return Result({"out": out.detach(), **dict(zip(wanted, grads, strict=True))})
 
@@ -95,6 +97,7 @@ OPTIONS = pairwise(
         "segments": ["none", "ids", "pair"],
         "lengths": ["none", "ragged", "extreme"],
         "softcap": [None, 2.0],
+        "sinks": [False, True],
         "scale": [None, 0.3, -0.2],
         "layout": list(LAYOUTS),
     }
@@ -146,6 +149,7 @@ def cases(draw) -> Case:
         segments=draw(st.sampled_from(("none", "pair") if q_len != kv_len else ("none", "ids", "pair"))),
         lengths=draw(st.sampled_from(("none", "ragged", "extreme") if kv_len else ("none", "extreme"))),
         softcap=draw(st.one_of(st.none(), st.floats(0.5, 30.0))),
+        sinks=draw(st.booleans()),
         layout=draw(st.sampled_from(LAYOUTS)),
         seed=draw(st.integers(0, 1000)),
     )
@@ -183,6 +187,8 @@ def test_three_and_two_dimensional_inputs_are_the_same_unbatched(row):
     if case.q_heads == case.kv_heads:
         if mask is not None and mask.dim() == 3:
             options = {**options, "attn_mask": mask[0].detach().requires_grad_(mask.requires_grad)}
+        if case.sinks:
+            options = {**options, "sinks": options["sinks"][0].detach().requires_grad_()}
         two = three.mapped(lambda x: x[0], options=options, dout=three.dout[0], dlse=three.dlse[0])
         got = run_attention(two)
         assert got["out"].shape == two.dout.shape

@@ -28,6 +28,7 @@ CASES = {
     "segments": Case(segments="ids", causal=True),
     "lengths": Case(lengths="ragged", q_len=3, kv_len=9, causal=True),
     "softcap": Case(softcap=3.0),
+    "sinks": Case(sinks=True, causal=True, q_len=9, kv_len=5),
     "fused": Case(layout="fused", causal=True),
     "transposed": Case(layout="bthd"),
     "empty": Case(q_len=0, kv_len=4),
@@ -49,6 +50,7 @@ def op_arguments(inputs: Inputs, *, seed: Tensor | None = None, backend: str = "
         segments,
         options.get("kv_lengths"),
         seed,
+        options.get("sinks"),
         inputs.q.shape[-1] ** -0.5,
         left,
         0 if options.get("causal") else right,
@@ -82,10 +84,11 @@ def test_opcheck_of_the_backward(name, backend, with_dlse, dtype):
     out, lse = torch.ops.streamattn.attention_forward(q, k, v, *rest)
     mask = inputs.options.get("attn_mask")
     mask_grad = mask is not None and mask.requires_grad
+    sink_grad = "sinks" in inputs.options
     dlse = inputs.dlse.to(lse.dtype) if with_dlse else None
     torch.library.opcheck(
         torch.ops.streamattn.attention_backward.default,
-        (inputs.dout, dlse, q, k, v, out, lse, *rest, mask_grad),
+        (inputs.dout, dlse, q, k, v, out, lse, *rest, mask_grad, sink_grad),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -97,12 +100,15 @@ def test_fake_kernels_know_shapes_dtypes_and_strides(name, backend, dtype):
     inputs = CASES[name].build(dtype)
     mask = inputs.options.get("attn_mask")
     mask_grad = mask is not None and mask.requires_grad
+    sink_grad = "sinks" in inputs.options
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in op_arguments(inputs, backend=backend)]
 
     def both(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
         out, lse = torch.ops.streamattn.attention_forward(q, k, v, *rest)
         dout = torch.ones_like(out)
-        grads = torch.ops.streamattn.attention_backward(dout, None, q, k, v, out, lse, *rest, mask_grad)
+        grads = torch.ops.streamattn.attention_backward(
+            dout, None, q, k, v, out, lse, *rest, mask_grad, sink_grad
+        )
         return [out, lse, *grads]
 
     real = both(*arguments)

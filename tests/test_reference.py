@@ -32,6 +32,7 @@ def arguments(case: Case, inputs: Inputs, seed: Tensor | None = None) -> tuple[A
         kv_segments,
         options.get("kv_lengths"),
         seed,
+        options.get("sinks"),
         options.get("scale", case.head_dim**-0.5),
         left,
         right,
@@ -53,6 +54,11 @@ def run_reference(case: Case, inputs: Inputs, seed: Tensor | None = None) -> Res
     if trained:
         assert dmask is not None
         result.tensors["dmask"] = dmask
+    if case.sinks:
+        delta = reference.row_delta(
+            inputs.dout, inputs.dlse, out, reference.blind_rows(lse, inputs.options["sinks"])
+        )
+        result.tensors["dsinks"] = reference.sink_gradient(delta, lse, inputs.options["sinks"])
     return result
 
 
@@ -66,6 +72,7 @@ TILED = pairwise(
         "segments": ["none", "pair"],
         "lengths": ["none", "ragged", "extreme"],
         "softcap": [None, 1.5],
+        "sinks": [False, True],
         "dropout_p": [0.0, 0.3],
     }
 )

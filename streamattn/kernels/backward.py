@@ -28,6 +28,7 @@ from streamattn.kernels.launch import (
 )
 from streamattn.kernels.primitives import (
     INSIDE,
+    LN2,
     LOG2E,
     UNBOUNDED,
     dot_add,
@@ -63,6 +64,7 @@ def attention_bwd_dq_kernel(
     kv_segments_ptr,
     kv_lengths_ptr,
     seed_ptr,
+    sinks_ptr,
     stride_q_b,
     stride_q_h,
     stride_q_t,
@@ -119,6 +121,7 @@ def attention_bwd_dq_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     EMPTY_ROWS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
@@ -153,8 +156,12 @@ def attention_bwd_dq_kernel(
     out = load_rows(out_ptr, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
     # lse in base 2, +inf for a row that sees nothing or does not exist, so that its probabilities are 0
     lse = tl.load(lse_ptr + rows, mask=row_mask, other=float("-inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse_blind = float("-inf")
+    if HAS_SINKS:
+        lse_blind = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E * LN2  # as the forward computes it
+    lse2 = tl.where(lse <= lse_blind, float("inf"), lse * LOG2E)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
+    delta = tl.where(lse2 == float("inf"), 0.0, delta)
     if HAS_DLSE:
         dlse_ptr += b64 * stride_dlse_b + h64 * stride_dlse_h
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_t, mask=row_mask, other=0.0)
@@ -510,6 +517,7 @@ def attention_backward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -543,6 +551,7 @@ def attention_backward(
             stride_row_stats=padded,
             heads_per_group=heads_per_group(k, window_right),
             HAS_DLSE=dlse is not None,
+            HAS_SINKS=sinks is not None,
             EMPTY_ROWS=empty_rows,
             SCAN=1024,
         )
@@ -561,7 +570,7 @@ def attention_backward(
             SCAN=1024,
         )
 
-    key = call_key((q, k, v, *masks, dout, dlse, out), *options)
+    key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)
     pointers = dict(
         q_ptr=q,
         k_ptr=k,
@@ -572,7 +581,7 @@ def attention_backward(
         **mask_pointers(*masks, seed),
     )
     with device_guard(q):
-        dq_pointers = dict(**pointers, out_ptr=out, lse_ptr=lse, dlse_ptr=dlse, dq_ptr=dq)
+        dq_pointers = dict(**pointers, out_ptr=out, lse_ptr=lse, dlse_ptr=dlse, dq_ptr=dq, sinks_ptr=sinks)
         launch(attention_bwd_dq_kernel, key, dq_pointers, dq_arguments)
         launch(attention_bwd_dkdv_kernel, key, dict(**pointers, dk_ptr=dk, dv_ptr=dv), dkdv_arguments)
     return dq, dk, dv, lse2, delta

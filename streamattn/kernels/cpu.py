@@ -84,6 +84,15 @@ def _seen_only(x: Tensor, seen: Tensor) -> Tensor:
     return torch.where(some.unsqueeze(-1), x, 0.0) if not bool(some.all()) else x
 
 
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Adds a key without a value, seen by every row, to the sums of the softmax; changes out in place."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    share = torch.exp(lse - torch.where(total == -math.inf, 0.0, total))
+    return out.mul_(share.unsqueeze(-1)), total
+
+
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -93,6 +102,7 @@ def attention_forward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -104,7 +114,7 @@ def attention_forward(
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
         out, lse = _flash(q, k, v, 0.0, window_right == 0, scale=scale)
-        return _stored_heads_last(out), lse.contiguous()
+        return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
     batch, num_heads, q_len, head_dim = q.shape
     out = q.new_empty((batch, q_len, num_heads, head_dim)).transpose(1, 2)
     lse = q.new_empty(
@@ -118,7 +128,7 @@ def attention_forward(
         nothing = ~seen.any(dim=3)
         out[:, :, rows] = out_strip.masked_fill(nothing.unsqueeze(-1), 0.0)
         lse[:, :, rows] = lse_strip.masked_fill(nothing, -math.inf)
-    return out, lse
+    return _with_sinks(out, lse, sinks)
 
 
 def attention_backward(
@@ -134,6 +144,7 @@ def attention_backward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,

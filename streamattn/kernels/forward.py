@@ -59,6 +59,7 @@ def attention_fwd_kernel(
     kv_segments_ptr,
     kv_lengths_ptr,
     seed_ptr,
+    sinks_ptr,
     stride_q_b,
     stride_q_h,
     stride_q_t,
@@ -105,6 +106,7 @@ def attention_fwd_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCAN: tl.constexpr,
@@ -167,8 +169,12 @@ def attention_fwd_kernel(
     else:
         seed = 0
     score_scale = scale * LOG2E if FOLD_SCALE else 1.0
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # a key of its own, seen by every row, with no value
+        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        l = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for phase in tl.static_range(0, 3):  # edge, inside, edge
@@ -247,6 +253,7 @@ def attention_forward(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window_left: int,
     window_right: int,
@@ -266,10 +273,13 @@ def attention_forward(
             **call_arguments(tile, q, k, v, *masks, *options),
             **strides("out", out),
             heads_per_group=heads_per_group(k, window_right),
+            HAS_SINKS=sinks is not None,
             SCAN=1024,
         )
 
-    pointers = dict(q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, lse_ptr=lse, **mask_pointers(*masks, seed))
+    pointers = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, lse_ptr=lse, sinks_ptr=sinks, **mask_pointers(*masks, seed)
+    )
     with device_guard(q):
-        launch(attention_fwd_kernel, call_key((q, k, v, *masks), *options), pointers, arguments)
+        launch(attention_fwd_kernel, call_key((q, k, v, *masks, sinks), *options), pointers, arguments)
     return out, lse

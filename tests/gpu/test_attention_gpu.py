@@ -149,6 +149,7 @@ OPTIONS: dict[str, list[Any]] = {
     "segments": ["none", "pair"],
     "lengths": ["none", "ragged", "extreme"],
     "softcap": [None, 5.0],
+    "sinks": [False, True],
     "scale": [None, -0.2],
     "dropout_p": [0.0, 0.2],
     "layout": list(LAYOUTS),

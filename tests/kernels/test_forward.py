@@ -26,6 +26,7 @@ OPTIONS: dict[str, list[Any]] = {
     "segments": ["none", "ids", "pair"],
     "lengths": ["none", "ragged", "extreme"],
     "softcap": [None, 2.0],
+    "sinks": [False, True],
     "scale": [None, 0.3, -0.2],
     "dropout_p": [0.0, 0.0, 0.3],
     "layout": list(LAYOUTS),
@@ -157,7 +158,7 @@ def test_softcap_is_tanh_to_float32_accuracy(value):
 def test_lengths_on_the_way_to_the_kernel_are_clamped():
     """Past the validation, as on a GPU: the kernel itself clamps to [0, Tk]."""
     inputs = Case(kv_len=40, causal=True).build()
-    arguments = [inputs.q, inputs.k, inputs.v, None, None, None, torch.tensor([-5, 1000]), None]
+    arguments = [inputs.q, inputs.k, inputs.v, None, None, None, torch.tensor([-5, 1000]), None, None]
     with torch.no_grad():
         out, lse = torch.ops.streamattn.attention_forward(*arguments, 0.25, 1 << 30, 0, 0.0, 0.0, "triton")
     inputs.options["kv_lengths"] = torch.tensor([0, 40])
@@ -206,6 +207,6 @@ def test_a_key_hidden_by_an_additive_mask_is_hidden_from_rows_past_the_end_too()
 def test_lengths_beyond_int32_are_clamped():
     q, k, v = (torch.randn(1, 1, length, 16) for length in (6, 64, 64))
     lengths = torch.tensor([2**32 + 3])
-    options = (None, None, None, lengths, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton")
+    options = (None, None, None, lengths, None, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton")
     out, _ = torch.ops.streamattn.attention_forward(q, k, v, *options)
     torch.testing.assert_close(out, attention(q, k, v, scale=0.25, backend="reference"), atol=1e-5, rtol=1e-5)

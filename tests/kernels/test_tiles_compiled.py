@@ -94,8 +94,8 @@ def launch_all(
 ) -> None:
     """Forward and backward of 8 query heads over 4 key heads, 4096 tokens.
 
-    mask: the type of a dense mask, None = none. everything: with segments, lengths, softcap, dropout and the
-    gradient of lse.
+    mask: the type of a dense mask, None = none. everything: with segments, lengths, softcap, dropout, sinks
+    and the gradient of lse.
     """
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -107,11 +107,14 @@ def launch_all(
     attn_mask = None if mask is None else empty(2, 8, 4096, 4096, dtype=mask)
     segments = empty(2, 4096, dtype=torch.int32) if everything else None
     lengths, seed = (empty(n, dtype=torch.int64) if everything else None for n in (2, 1))
+    sinks = empty(8) if everything else None
     masks = (segments, segments, lengths, seed)
     options = (0.1, *window, 30.0 if everything else 0.0, 0.1 if everything else 0.0)
-    forward.attention_forward(q, k, v, attn_mask, *masks, *options)
+    forward.attention_forward(q, k, v, attn_mask, *masks, sinks, *options)
     dlse = lse if everything else None
-    *_, lse2, delta = backward.attention_backward(q, dlse, q, k, v, q, lse, attn_mask, *masks, *options)
+    *_, lse2, delta = backward.attention_backward(
+        q, dlse, q, k, v, q, lse, attn_mask, *masks, sinks, *options
+    )
     if attn_mask is not None and attn_mask.is_floating_point():
         mask_gradient.attention_mask_gradient(q, q, k, v, lse2, delta, attn_mask, *masks, *options)
 
