@@ -14,8 +14,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from streamattn import ops  # noqa: F401  registers torch.ops.streamattn
 from streamattn.dispatch import BACKEND_NAMES
+from streamattn.ops import attention_forward
 from streamattn.pattern import UNBOUNDED
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -331,7 +331,7 @@ def attention(
     if dropout_p > 0.0:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
 
-    out, lse = torch.ops.streamattn.attention_forward(
+    out, lse = attention_forward(
         q,
         k,
         v,

@@ -15,8 +15,11 @@ float64 for float64 inputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from streamattn.dispatch import Backend, choose
 
@@ -25,6 +28,8 @@ _OPTIONS = (
     "Tensor? sinks, float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, "
     "str backend"
 )
+
+_PLAIN = (Tensor, Parameter)
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
@@ -178,16 +183,16 @@ class _Attention(torch.autograd.Function):
     """`attention_forward` with its gradient; differentiable once."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.streamattn.attention_forward(q, k, v, attn_mask, *rest)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        out, lse = output
+    def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, ctx.rest = inputs[:9], inputs[9:]
+        if _plain_call(*tensors):
+            out, lse = _forward(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = torch.ops.streamattn.attention_forward(*inputs)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
@@ -198,7 +203,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
-        dq, dk, dv, dmask, dsinks = torch.ops.streamattn.attention_backward(
+        backward = torch.ops.streamattn.attention_backward
+        if not torch.is_grad_enabled() and _plain_call(dout, dlse, q, k, v, attn_mask, *masks):
+            backward = _backward
+        dq, dk, dv, dmask, dsinks = backward(
             dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
@@ -223,6 +231,32 @@ class _AttentionBackward(torch.autograd.Function):
             "attention is differentiable once; for a second derivative write it with matmul and softmax, "
             "or take torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
         )
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """``torch.ops.streamattn.attention_forward``, without the dispatcher's way where nothing listens on it.
+
+    That way through Python kernels costs more than a short call's own work.
+    """
+    if not _plain_call(q, k, v, *rest[:6]):
+        return torch.ops.streamattn.attention_forward(q, k, v, *rest)
+    if _wants_grad(q, k, v, rest[0], rest[5]):
+        return _Attention.apply(q, k, v, *rest)
+    return _forward(q, k, v, *rest)
+
+
+def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call is eager, on plain tensors of a CPU or CUDA, and watched by no mode or profiler."""
+    return (
+        not torch.compiler.is_compiling()
+        and (q.is_cuda or q.is_cpu)
+        and type(q) in _PLAIN
+        and all(x is None or type(x) in _PLAIN for x in others)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+    )
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -349,3 +350,34 @@ def test_same_bits_at_every_call(backend):
                 assert torch.equal(x, again[name]), name
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_whoever_listens_sees_the_ops(trained):
+    """Eager calls take a shorter way only where nothing could tell."""
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=trained) for _ in range(3))
+    names = ["streamattn.attention_forward.default", "streamattn.attention_backward.default"]
+
+    def step() -> Tensor:
+        out = attention(q, k, v, causal=True)
+        if trained:
+            out.sum().backward()
+        return out.detach()
+
+    alone = step()
+    with _Recorder() as recorder:
+        assert torch.equal(step(), alone)
+    assert [name for name in recorder.seen if name in names] == names[: 1 + trained]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert torch.equal(step(), alone)
+    assert "streamattn::attention_forward" in {event.key for event in profile.key_averages()}
