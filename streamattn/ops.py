@@ -203,7 +203,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
-        backward = torch.ops.streamattn.attention_backward
+        backward: Any = torch.ops.streamattn.attention_backward
         if not torch.is_grad_enabled() and _plain_call(dout, dlse, q, k, v, attn_mask, *masks):
             backward = _backward
         dq, dk, dv, dmask, dsinks = backward(
@@ -255,7 +255,7 @@ def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
+        and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
