@@ -571,17 +571,10 @@ def attention_backward(
         )
 
     key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)
-    pointers = dict(
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        dout_ptr=dout,
-        lse2_ptr=lse2,
-        delta_ptr=delta,
-        **mask_pointers(*masks, seed),
-    )
+    pointers = mask_pointers(*masks, seed)
     with device_guard(q):
-        dq_pointers = dict(**pointers, out_ptr=out, lse_ptr=lse, dlse_ptr=dlse, dq_ptr=dq, sinks_ptr=sinks)
+        dq_pointers = (q, k, v, out, dout, lse, dlse, lse2, delta, dq, *pointers, sinks)
         launch(attention_bwd_dq_kernel, key, dq_pointers, dq_arguments)
-        launch(attention_bwd_dkdv_kernel, key, dict(**pointers, dk_ptr=dk, dv_ptr=dv), dkdv_arguments)
+        dkdv_pointers = (q, k, v, dout, lse2, delta, dk, dv, *pointers)
+        launch(attention_bwd_dkdv_kernel, key, dkdv_pointers, dkdv_arguments)
     return dq, dk, dv, lse2, delta

@@ -277,9 +277,7 @@ def attention_forward(
             SCAN=1024,
         )
 
-    pointers = dict(
-        q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, lse_ptr=lse, sinks_ptr=sinks, **mask_pointers(*masks, seed)
-    )
+    pointers = (q, k, v, out, lse, *mask_pointers(*masks, seed), sinks)
     with device_guard(q):
         launch(attention_fwd_kernel, call_key((q, k, v, *masks, sinks), *options), pointers, arguments)
     return out, lse

@@ -1,9 +1,9 @@
 """What every launcher of a Triton kernel needs: device, tile, the arguments of a call, and a short launch.
 
-Each kernel names these arguments alike, so that a launcher passes ``**mask_pointers(...)`` and
-``**call_arguments(...)`` beside its own. Triton's own way through 60 arguments costs some 300 microseconds
-of host time a launch; `launch` takes it once for each set of shapes, strides and options, and from then on
-calls the compiled kernel with new pointers alone.
+Each kernel takes its tensors first and names the other arguments alike, so that a launcher passes
+``*mask_pointers(...)`` and ``**call_arguments(...)`` beside its own. Triton's own way through 60 arguments
+costs some 300 microseconds of host time a launch; `launch` takes it once for each set of shapes, strides and
+options, and from then on calls the compiled kernel with new pointers alone.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def strides(name: str, x: Tensor | None) -> dict[str, int]:
 
 
 class _Plan(NamedTuple):
-    compiled: Any  # triton.compiler.CompiledKernel
-    grid: tuple[int, int, int]
-    arguments: list[Any]  # of all parameters in order, tensors missing
-    slots: list[int]  # where the tensors go
+    run: Callable[..., None]  # the compiled kernel's launcher
+    before: tuple[Any, ...]  # its arguments before the stream: the grid
+    after: tuple[Any, ...]  # between stream and pointers
+    rest: tuple[Any, ...]  # of all parameters behind the pointers
 
 
 _plans: dict[Hashable, _Plan] = {}
@@ -78,44 +78,58 @@ _MAX_PLANS = 4096
 def launch(
     kernel: Any,
     key: Hashable,
-    pointers: dict[str, Tensor | None],
+    pointers: tuple[Tensor | None, ...],
     arguments: Callable[[], tuple[int, dict[str, Any]]],
 ) -> None:
-    """Launches a kernel on the current device.
+    """Launches a kernel on the current device, which is the tensors'.
 
     Args:
         kernel: a jitted function.
         key: determines, with kernel, device and the tensors' alignment, all that ``arguments`` returns.
-        pointers: the kernel's tensors by parameter name, in a fixed order; None where a feature is off.
+        pointers: the kernel's first parameters, all of its tensors; None where a feature is off.
         arguments: returns the number of programs, and the other parameters with the launch options.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in pointers.values())
-    full_key = (kernel.__name__, device, aligned, key)
+    unaligned = 0
+    for x in pointers:
+        unaligned = unaligned * 2 + (x is not None and x.data_ptr() % 16 != 0)
+    first = pointers[0]
+    assert first is not None
+    device = first.get_device()
+    full_key = (kernel.__name__, device, unaligned, key)
     plan = _plans.get(full_key)
-    if plan is not None:
-        values = plan.arguments.copy()
-        for slot, x in zip(plan.slots, pointers.values(), strict=True):
-            values[slot] = x
-        plan.compiled[plan.grid](*values)
+    if plan is not None and not _hooked():
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        plan.run(*plan.before, stream, *plan.after, *pointers, *plan.rest)
         return
     programs, others = arguments()
     grid = (programs, 1, 1)
+    names = kernel.arg_names
+    named = dict(zip(names, pointers, strict=False))
     # Triton 3.10 turns fusion off by default; without it products and sums round twice
-    compiled = kernel[grid](**pointers, **others, enable_fp_fusion=True)
+    compiled = kernel[grid](**named, **others, enable_fp_fusion=True)
     if compiled is None:
         return  # the interpreter compiles nothing
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    names = kernel.arg_names
     _plans[full_key] = _Plan(
-        compiled, grid, [others.get(name) for name in names], [names.index(name) for name in pointers]
+        compiled.run,
+        grid,
+        (compiled.function, compiled.packed_metadata, None, None, None),
+        tuple(others.get(name) for name in names[len(pointers) :]),
     )
+
+
+def _hooked() -> bool:
+    """Whether a profiler of Triton's wants to hear of each launch: Triton's own way tells it."""
+    for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def call_key(tensors: tuple[Tensor | None, ...], *options: float) -> Hashable:
     """Shapes, strides and dtypes of a call's tensors, its options, and the precision of its products."""
-    layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    layouts = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
     assert tensors[0] is not None
     return layouts, options, product_precision(tensors[0])
 
@@ -137,17 +151,11 @@ def mask_pointers(
     kv_segments: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """The tensors about visibility and dropout, by parameter name."""
+) -> tuple[Tensor | None, ...]:
+    """The tensors about visibility and dropout, in the order of each kernel's parameters."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.view(torch.uint8)
-    return dict(
-        mask_ptr=attn_mask,
-        q_segments_ptr=q_segments,
-        kv_segments_ptr=kv_segments,
-        kv_lengths_ptr=kv_lengths,
-        seed_ptr=seed,
-    )
+    return attn_mask, q_segments, kv_segments, kv_lengths, seed
 
 
 def call_arguments(
@@ -219,8 +227,9 @@ def call_arguments(
         HAS_LENGTHS=kv_lengths is not None,
         HAS_SOFTCAP=softcap > 0.0,
         HAS_DROPOUT=threshold > 0,
-        # the scale is folded into the exponent's argument where nothing stands between it and the product
-        FOLD_SCALE=scale > 0.0 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
+        # the scale is folded into the exponent's argument where nothing stands between it and the product;
+        # not one so small that float32 loses it: 0 * -inf is no -inf
+        FOLD_SCALE=scale > 2.0**-100 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
         PRECISION=product_precision(q),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -299,16 +299,7 @@ def attention_mask_gradient(
             OVER_N=over_n,
         )
 
-    pointers = dict(
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        dout_ptr=dout,
-        lse2_ptr=lse2,
-        delta_ptr=delta,
-        dmask_ptr=dmask,
-        **mask_pointers(*masks, seed),
-    )
+    pointers = (q, k, v, dout, lse2, delta, dmask, *mask_pointers(*masks, seed))
     with device_guard(q):
         key = call_key((q, k, v, *masks, dout, lse2), *options)
         launch(attention_bwd_dmask_kernel, key, pointers, arguments)

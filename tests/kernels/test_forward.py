@@ -210,3 +210,8 @@ def test_lengths_beyond_int32_are_clamped():
     options = (None, None, None, lengths, None, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton")
     out, _ = torch.ops.streamattn.attention_forward(q, k, v, *options)
     torch.testing.assert_close(out, attention(q, k, v, scale=0.25, backend="reference"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 2.2e-309, -1e-40, 0.0])
+def test_a_scale_that_float32_loses_makes_the_mean_of_what_is_seen(scale):
+    check(Case(q_len=5, kv_len=40, causal=True, scale=scale))

@@ -70,8 +70,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Launch]
     }
     seen: dict[str, Launch] = {}
 
-    def keep(kernel: Any, key: Hashable, pointers: dict[str, Any], arguments: Callable[[], Any]) -> None:
-        seen[names[kernel.__name__]] = Launch(kernel, {**pointers, **arguments()[1]})
+    def keep(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
+        named = dict(zip(kernel.arg_names, pointers, strict=False))
+        seen[names[kernel.__name__]] = Launch(kernel, {**named, **arguments()[1]})
 
     def record(arch: str, dtype: torch.dtype, head_dim: int, call: dict[str, Any]) -> dict[str, Launch]:
         seen.clear()
