@@ -1,6 +1,7 @@
 """Shared by all tests: seeds, threads, hypothesis profiles, and the skip of GPU tests without a GPU.
 
-`HYPOTHESIS_PROFILE=sweep` searches long; the default, `ci`, is quick and draws the same examples every time.
+`HYPOTHESIS_PROFILE=sweep` searches long; the default, `ci`, is quick. Both draw other examples every time; a
+failure prints what reproduces it, and what it found is kept as a case.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ settings.register_profile(
     "ci",
     max_examples=25,
     deadline=None,
-    derandomize=True,
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile(
     "sweep",
     max_examples=1000,
     deadline=None,
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

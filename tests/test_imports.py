@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "streamattn.ops": ("streamattn.dispatch", "streamattn.pattern"),
     "streamattn.functional": ("streamattn.dispatch", "streamattn.ops", "streamattn.pattern"),
     "streamattn.module": ("streamattn.functional", "streamattn.pattern"),
+    "streamattn.compat": ("streamattn.functional",),
     "patches*": ("patches*", "streamattn.module", "streamattn.functional"),
     "streamattn.info": ("streamattn.dispatch",),
     "streamattn.data": (),

@@ -18,6 +18,7 @@ INTERPRETED = [
     "test_launch.py",
     "test_mask_gradient.py",
     "test_primitives.py",
+    "test_properties.py",
 ]
 COMPILED = ["test_tiles_compiled.py"]
 

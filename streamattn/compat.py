@@ -1,0 +1,615 @@
+"""flash-attn 2's functions over `streamattn.attention`: same names, argument order, defaults and meanings.
+
+Write ``from streamattn.compat import flash_attn_func`` for ``from flash_attn import flash_attn_func``.
+Tensors are stored as there, [B, T, H, D], or [total, H, D] with ``cu_seqlens``; q, k and v are read in place
+through views, packed ones too. What is wider here: float32 and float64, any device, a head_dim of v unlike
+q's, and derivatives through ``softmax_lse`` and ``alibi_slopes``. A query that sees nothing gives 0, and
+``softmax_lse`` -inf.
+
+Sequences of unequal lengths in [total, H, D] are served in one of two ways, neither of which waits for the
+device. Where only segments matter, the whole is one row with segment ids. Where a document's own alignment
+matters and differs (causal or a window with unlike lengths of queries and keys, ALiBi), documents are copied
+into a padded batch.
+
+Left out on purpose: paged caches; ``S_dmask`` under dropout, for the weights are never formed; the private
+functions of flash-attn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamattn.functional import attention
+
+Pair = tuple[int, int]
+
+
+def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != rank:
+            raise ValueError(f"{name} must be {layout}, got shape {list(x.shape)}")
+
+
+def _check_options(window_size: Pair, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size must be a pair (left, right), -1 = unbounded, got {window_size!r}; "
+            f"W keys up to and including the query's own are (W - 1, 0)"
+        )
+    if return_attn_probs and dropout_p > 0.0:
+        raise NotImplementedError(
+            "return_attn_probs=True with dropout asks for S_dmask, which holds every weight; the weights are "
+            "never formed here. Pass dropout_p=0.0 to get softmax_lse"
+        )
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether looking at values costs no wait for a device and breaks no graph."""
+    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+def _alibi(alibi_slopes: Tensor, q: Tensor, kv_len: int, kv_lengths: Tensor | None) -> Tensor:
+    """``-slope * |p - j|`` [1 or B, H, Tq, Tk] for q [B, Tq, H, D]; float64 for float64, else float32."""
+    batch, q_len, num_heads, _ = q.shape
+    if list(alibi_slopes.shape) not in ([num_heads], [batch, num_heads]):
+        raise ValueError(
+            f"alibi_slopes must have shape [{num_heads}] or [{batch}, {num_heads}], "
+            f"got {list(alibi_slopes.shape)}"
+        )
+    i = torch.arange(q_len, device=q.device).view(-1, 1)
+    j = torch.arange(kv_len, device=q.device)
+    filled = kv_len if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
+    distance = (i + (filled - q_len) - j).abs()
+    slopes = alibi_slopes.to(torch.promote_types(q.dtype, torch.float32))
+    return -slopes.view(-1, num_heads, 1, 1) * distance
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Pair,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool = False,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``out`` [B, Tq, H, Dv] and ``lse`` [B, H, Tq] for q, k, v [B, T, H, D]."""
+    out, lse = attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        causal=causal,
+        window_size=window_size,
+        scale=softmax_scale,
+        attn_mask=None if alibi_slopes is None else _alibi(alibi_slopes, q, k.shape[1], kv_lengths),
+        segment_ids=segment_ids,
+        kv_lengths=kv_lengths,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=True,
+        deterministic=deterministic or None,  # False is flash-attn's default, not a wish against torch's flag
+    )
+    return out.transpose(1, 2), lse
+
+
+def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Any:
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention on [B, T, H, D].
+
+    Args:
+        q: [B, Tq, H, D], floating.
+        k: [B, Tk, Hkv, D]; H is a multiple of Hkv.
+        v: [B, Tk, Hkv, Dv].
+        dropout_p: probability of dropping a weight, rounded to 1/256; 0 in evaluation. Default 0.
+        softmax_scale: factor of the scores. Default ``1 / sqrt(D)``.
+        causal: query ``i`` stands at ``p = i + Tk - Tq`` and sees the keys up to ``p``. Default False.
+        window_size: (left, right): the keys from ``p - left`` to ``p + right``; -1 = unbounded.
+        softcap: ``softcap * tanh(score / softcap)`` is used for each score. Default 0: off.
+        alibi_slopes: [H] or [B, H], floating: ``-slope * |p - j|`` is added to the score of key ``j``. The
+            bias is formed as a float32 tensor [1 or B, H, Tq, Tk]. Default None.
+        deterministic: the same bits for the same inputs. False follows torch's global flag.
+        return_attn_probs: also return ``softmax_lse`` and ``S_dmask``. Default False.
+
+    Returns:
+        ``out`` [B, Tq, H, Dv], or ``(out, softmax_lse, S_dmask)``: ``softmax_lse`` [B, H, Tq] float32, the
+        natural logarithm of the sum of exponentials of the scores; ``S_dmask`` an empty tensor, as
+        flash-attn's is without dropout.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value.
+        NotImplementedError: ``return_attn_probs`` with dropout.
+    """
+    _check_rank(4, "[B, T, H, D]", q=q, k=k, v=v)
+    _check_options(window_size, dropout_p, return_attn_probs)
+    out, lse = _attend(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
+    return _returned(out, lse, return_attn_probs)
+
+
+def _unpacked(packed: Tensor, count: int, name: str, rank: int) -> Any:
+    """Views of a tensor [..., count, H, D] along its third dimension from the end."""
+    layout = f"[{'B, T' if rank == 5 else 'total'}, {count}, H, D]"
+    _check_rank(rank, layout, **{name: packed})
+    if packed.shape[-3] != count:
+        raise ValueError(f"{name} must be {layout}, got shape {list(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q, k and v packed as ``qkv`` [B, T, 3, H, D], read in place."""
+    q, k, v = _unpacked(qkv, 3, "qkv", 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q [B, Tq, H, D] with k and v packed as ``kv`` [B, Tk, 2, Hkv, D]."""
+    k, v = _unpacked(kv, 2, "kv", 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} must be an int32 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {cu_seqlens.device}; move it")
+    if not _readable(cu_seqlens):
+        return
+    bounds = cu_seqlens.tolist()
+    lengths = cu_seqlens.diff().tolist()
+    if bounds[0] < 0 or bounds[-1] > x.shape[0] or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"{name} must not fall and lie in [0, {x.shape[0]}], the number of tokens, got {bounds}"
+        )
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(
+            f"the longest sequence of {name} has {max(lengths)} tokens, more than the {max_seqlen} passed as "
+            "its max_seqlen"
+        )
+
+
+def _documents(cu_seqlens: Tensor, total: int) -> Tensor:
+    """int32 [total]: the document of each token, -1 before the first one and after the last."""
+    token = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.bucketize(token, cu_seqlens, right=True, out_int32=True) - 1
+    return torch.where(document < cu_seqlens.numel() - 1, document, -1)
+
+
+def _in_a_padded_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Documents as rows of a batch: keys at its start, queries at its end, where bottom-right puts them."""
+    total, documents = q.shape[0], cu_seqlens_q.numel() - 1
+    kv_lengths = cu_seqlens_k.diff()
+    column = torch.arange(max_seqlen_q, device=q.device)
+    rows = cu_seqlens_q[1:, None] - max_seqlen_q + column
+    real = rows >= cu_seqlens_q[:-1, None]
+    keys = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=q.device)
+    # What pads is another token: a query that sees nothing, or a key past the length. The key is of the same
+    # document, because a query that is NaN makes the gradients of the whole row so.
+    q_rows = q[rows.clamp(0, total - 1)]
+    keys = keys.minimum(cu_seqlens_k[1:, None] - 1).clamp(0, k.shape[0] - 1)
+    k_rows, v_rows = k[keys], v[keys]
+    segments = torch.where(real, 0, -1).int(), torch.zeros_like(keys, dtype=torch.int32)
+    out, lse = _attend(q_rows, k_rows, v_rows, segment_ids=segments, kv_lengths=kv_lengths, **options)
+
+    document = _documents(cu_seqlens_q, total)
+    outside = document < 0
+    document = document.clamp(0, documents - 1).long()
+    column = torch.arange(total, device=q.device) - cu_seqlens_q[document + 1] + max_seqlen_q
+    column = column.clamp(0, max_seqlen_q - 1)
+    out, lse = out[document, column], lse[document, :, column]
+    return out.masked_fill(outside[:, None, None], 0.0), lse.mT.masked_fill(outside, -torch.inf)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention within each of B documents that lie one after another.
+
+    q, k and v are read in place where every document has as many queries as keys, which is taken from
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` being the same tensor object, and where neither ``causal`` nor a
+    window asks for an alignment. Otherwise, and with ``alibi_slopes``, q, k and v are copied into a batch of
+    B documents padded to ``max_seqlen_q`` and ``max_seqlen_k``. Both ways are exact, and neither waits for
+    the device. Read in place, a NaN in one document can reach its neighbours; padded, it can't.
+
+    Args:
+        q: [total_q, H, D], floating.
+        k: [total_k, Hkv, D]; H is a multiple of Hkv.
+        v: [total_k, Hkv, Dv].
+        cu_seqlens_q: int32 [B + 1] on q's device: document ``b`` has the queries ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]``, the latter excluded. A token of no document gives 0. Wrong values raise
+            on the CPU; elsewhere they are not looked at.
+        cu_seqlens_k: likewise for keys.
+        max_seqlen_q: at least the number of queries of the longest document.
+        max_seqlen_k: likewise for keys.
+        dropout_p: as in `flash_attn_func`, and so the options below.
+        softmax_scale: factor of the scores. Default ``1 / sqrt(D)``.
+        causal: bottom-right aligned within each document. Default False.
+        window_size: (left, right), aligned likewise; -1 = unbounded.
+        softcap: cap of the scores. Default 0: off.
+        alibi_slopes: [H] or [B, H]; its bias is [1 or B, H, max_seqlen_q, max_seqlen_k] float32.
+        deterministic: the same bits for the same inputs. False follows torch's global flag.
+        return_attn_probs: also return ``softmax_lse`` and ``S_dmask``. Default False.
+        block_table: paged caches are not served.
+
+    Returns:
+        ``out`` [total_q, H, Dv], or ``(out, softmax_lse, S_dmask)``, ``softmax_lse`` [H, total_q] float32.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value.
+        NotImplementedError: ``block_table``, or ``return_attn_probs`` with dropout.
+    """
+    _check_no_pages(block_table)
+    _check_rank(3, "[total, H, D]", q=q, k=k, v=v)
+    _check_options(window_size, dropout_p, return_attn_probs)
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must have the same length B + 1, "
+            f"got {cu_seqlens_q.numel()} and {cu_seqlens_k.numel()}"
+        )
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+    }
+    aligned = cu_seqlens_q is cu_seqlens_k and q.shape[0] == k.shape[0]
+    by_position = causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None
+    empty = q.shape[0] == 0 or k.shape[0] == 0 or cu_seqlens_q.numel() == 1
+    if not empty and (alibi_slopes is not None or (by_position and not aligned)):
+        out, lse = _in_a_padded_batch(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+        )
+    else:
+        q_segments = _documents(cu_seqlens_q, q.shape[0])[None]
+        kv_segments = q_segments if aligned else _documents(cu_seqlens_k, k.shape[0])[None]
+        out, lse = _attend(q[None], k[None], v[None], segment_ids=(q_segments, kv_segments), **options)
+        out, lse = out[0], lse[0]
+    return _returned(out, lse, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of q, k and v packed as ``qkv`` [total, 3, H, D], read in place."""
+    q, k, v = _unpacked(qkv, 3, "qkv", 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of q [total_q, H, D] with k and v packed as ``kv`` [total_k, 2, Hkv, D]."""
+    k, v = _unpacked(kv, 2, "kv", 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def _check_no_pages(block_table: Tensor | None) -> None:
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table asks for a paged cache, which is not served; pass the keys and values of each "
+            "sequence as one contiguous cache"
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """``x`` [B, T, H, D] rotated in its first ``2 * cos.shape[1]`` dimensions; ``positions`` [B, T or 1]."""
+    width = 2 * cos.shape[1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table[positions.long()].unsqueeze(2).to(dtype) for table in (cos, sin))
+    turning = x[..., :width].to(dtype)
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+    else:
+        a, b = turning.chunk(2, dim=-1)
+    turned = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
+
+
+def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """New keys and values fit the caches in all but their number."""
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = [q.shape[0], k.shape[1], *cache.shape[2:]]
+        if list(new.shape) != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, got {list(new.shape)}")
+        if new.dtype != cache.dtype:
+            raise TypeError(f"{name} must have its cache's dtype {cache.dtype}, got {new.dtype}; cast it")
+
+
+def _fill_levels(cache_seqlens: int | Tensor, q: Tensor, new: int, capacity: int) -> Tensor:
+    """``cache_seqlens`` as a tensor [B] on q's device."""
+    if isinstance(cache_seqlens, Tensor):
+        if list(cache_seqlens.shape) != [q.shape[0]]:
+            raise ValueError(
+                f"cache_seqlens must be an int or have shape [{q.shape[0]}], got {list(cache_seqlens.shape)}"
+            )
+        levels = cache_seqlens.tolist() if _readable(cache_seqlens) else []
+    else:
+        levels = [cache_seqlens]
+        cache_seqlens = q.new_full(q.shape[:1], cache_seqlens, dtype=torch.int32)
+    if any(level < 0 or level + new > capacity for level in levels):
+        raise ValueError(
+            f"cache_seqlens must be 0 or more and leave room for {new} new tokens in a cache of {capacity}, "
+            f"got {levels}"
+        )
+    return cache_seqlens
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Pair = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention to a cache, after writing new keys and values into it in place. No gradients, no host sync.
+
+    Args:
+        q: [B, Tq, H, D], floating.
+        k_cache: [Bc, S, Hkv, D]. With ``k``, its rows ``cache_seqlens`` to ``cache_seqlens + Tnew`` are
+            overwritten.
+        v_cache: [Bc, S, Hkv, Dv] likewise.
+        k: [B, Tnew, Hkv, D], new keys. Default None: the cache is only read.
+        v: [B, Tnew, Hkv, Dv], new values.
+        rotary_cos: [positions, R / 2], R <= D: ``k`` and q are rotated in their first R dimensions, token
+            ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every query at
+            ``cache_seqlens``. Needs ``k``. Default None.
+        rotary_sin: [positions, R / 2] likewise.
+        cache_seqlens: how many tokens each sequence has in the cache, before new ones: an int, or int32 [B]
+            on q's device. Default None: the cache is full. On the CPU a value without room for the new tokens
+            raises; elsewhere it is not looked at.
+        cache_batch_idx: int32 [B], which row of the cache each sequence has; the rows are gathered by a copy.
+            Default None: the first B rows, read in place.
+        cache_leftpad: int32 [B]: the first tokens of each sequence's cache that count for nothing. Default
+            None: none.
+        block_table: paged caches are not served.
+        softmax_scale: factor of the scores. Default ``1 / sqrt(D)``.
+        causal: the last query stands at the last token, new ones included. Default False.
+        window_size: (left, right), aligned likewise; -1 = unbounded.
+        softcap: cap of the scores. Default 0: off.
+        rotary_interleaved: dimensions 0 and 1, 2 and 3, ... turn together; False: ``d`` and ``d + R / 2``.
+        alibi_slopes: [H] or [B, H]; its bias is formed as [B, H, Tq, S] float32. Default None.
+        num_splits: how keys are split is the backend's choice; any number gives the same result.
+        return_softmax_lse: also return ``softmax_lse``. Default False.
+
+    Returns:
+        ``out`` [B, Tq, H, Dv], or ``(out, softmax_lse)`` with ``softmax_lse`` [B, H, Tq] float32.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value.
+        NotImplementedError: ``block_table``.
+    """
+    _check_no_pages(block_table)
+    _check_rank(4, "[B, T, H, D]", q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_options(window_size)
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be passed together")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be passed together")
+    if k is None and rotary_cos is not None:
+        raise ValueError("rotary_cos needs new keys k; rotate q beforehand to read a cache that is rotated")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k needs cache_seqlens, which says where to write it")
+    batch, capacity = q.shape[0], k_cache.shape[1]
+    new = 0 if k is None else k.shape[1]
+    filled = None if cache_seqlens is None else _fill_levels(cache_seqlens, q, new, capacity)
+
+    if k is not None and v is not None and filled is not None:
+        _check_new(q, k, v, k_cache, v_cache)
+        positions = filled[:, None] + torch.arange(new, device=q.device)
+        if rotary_cos is not None and rotary_sin is not None:
+            k = _rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+            q_positions = filled[:, None]
+            if causal or tuple(window_size) != (-1, -1):
+                q_positions = q_positions + torch.arange(q.shape[1], device=q.device)
+            q = _rotate(q, rotary_cos, rotary_sin, q_positions, rotary_interleaved)
+        rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+        k_cache[rows[:, None], positions.long()] = k
+        v_cache[rows[:, None], positions.long()] = v
+
+    if cache_batch_idx is None:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    else:
+        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+    segment_ids = None
+    if cache_leftpad is not None:
+        counted = torch.arange(capacity, device=q.device) >= cache_leftpad[:, None]
+        segment_ids = q.new_zeros(q.shape[:2], dtype=torch.int32), torch.where(counted, 0, -1).int()
+    out, lse = _attend(
+        q,
+        k_cache,
+        v_cache,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        segment_ids=segment_ids,
+        kv_lengths=None if filled is None else filled + new,
+    )
+    return (out, lse) if return_softmax_lse else out
