@@ -4,7 +4,12 @@ Contract. A layer changes sides by its ``__class__`` alone: it becomes an instan
 (`registry.REPLACEMENTS`) with the same parameters, buffers, hooks and configuration. So state-dict keys,
 saving and loading, deepcopy, pickling, adapters and parallel wrappers are untouched, other models and the
 classes themselves too, and `set_attn_implementation` has nothing to undo. The module that makes the layers'
-masks may get one forward pre-hook. A report is read off the model, not remembered.
+masks may get one forward pre-hook, and what would pass patched layers by is told to call them. A report is
+read off the model, not remembered.
+
+Layers of other classes that use transformers' attention interface change sides by their configuration, with
+the same promises (`patches.interface`). Importing this package registers ``attn_implementation="streamattn"``
+where transformers is installed.
 
 Left out on purpose: patching classes before a model is built, and patching at import.
 """
@@ -13,12 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from patches.registry import REPLACEMENTS, is_patched, listed_class, path_of, replacement_for
+from patches.registry import (
+    REPLACEMENTS,
+    is_patched,
+    listed_class,
+    path_of,
+    replacement_for,
+    uses_interface,
+)
+
+if find_spec("transformers") is not None:
+    import_module("patches.interface")  # registers attn_implementation="streamattn"
 
 __all__ = ["PatchReport", "patch_model", "patch_report", "unpatch_model"]
 
@@ -72,6 +89,7 @@ def patch_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expected a torch.nn.Module, got {type(model).__name__}")
     swaps: list[tuple[nn.Module, type]] = []
+    adopted: list[nn.Module] = []
     refused: dict[str, str] = {}
     matched = False
     for name, layer in _attention_layers(model):
@@ -83,7 +101,10 @@ def patch_model(
             refused[name] = reason
         else:
             matched = True
-            swaps.append((layer, replacement_for(type(layer))))
+            if uses_interface(layer):
+                adopted.append(layer)
+            else:
+                swaps.append((layer, replacement_for(type(layer))))
     if refused and (strict or not matched):
         listing = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
         raise ValueError(
@@ -94,18 +115,27 @@ def patch_model(
         raise ValueError(
             f"no attention layer to patch in {type(model).__name__}"
             + ("" if filter_fn is None else " among those that filter_fn selects")
-            + f"; known classes: {', '.join(path.split(':')[1] for path in REPLACEMENTS)}"
+            + f"; known are {', '.join(path.split(':')[1] for path in REPLACEMENTS)} and the layers that use "
+            "transformers' attention interface"
         )
     for layer, replacement in swaps:
         _change_class(layer, replacement)
     for hook, owner in _hook_owners(model):
         if hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
+    for replacement in _replacements_in(model):
+        if hasattr(replacement, "attach"):
+            replacement.attach(model)
+    layers = [layer for _, layer in _attention_layers(model)]
+    if any(uses_interface(layer) for layer in layers):
+        from patches import interface
+
+        interface.adopt(model, adopted, layers)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
-    """Give every patched attention layer its original class back, in place.
+    """Give every patched attention layer its original class or configuration back, in place.
 
     Args:
         model: a module, patched or not.
@@ -113,11 +143,19 @@ def unpatch_model(model: Model) -> Model:
     Returns:
         The same object.
     """
+    for replacement in _replacements_in(model):
+        if hasattr(replacement, "detach"):
+            replacement.detach(model)
     for hook, owner in list(_hook_owners(model)):
         for key in [key for key, other in owner._forward_pre_hooks.items() if other is hook]:
             del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
-    for _, layer in _attention_layers(model):
-        if is_patched(layer):
+    layers = [layer for _, layer in _attention_layers(model) if is_patched(layer)]
+    if any(uses_interface(layer) for layer in layers):
+        from patches import interface
+
+        interface.release(model)
+    for layer in layers:
+        if not uses_interface(layer):
             _change_class(layer, listed_class(layer))
     return model
 
@@ -141,17 +179,19 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer of a listed class, and every other innermost module that calls itself attention."""
-    named = list(model.named_modules())
-    candidates = {
-        name: layer
-        for name, layer in named
-        if listed_class(layer) is not None or _is_foreign_attention(layer)
-    }
-    for name, layer in candidates.items():
-        inner = any(other.startswith(f"{name}." if name else "") and other != name for other in candidates)
-        if listed_class(layer) is not None or not inner:
-            yield name, layer
+    """Every layer that there is a patch for; outside those, innermost, what else calls itself attention."""
+    named = dict(model.named_modules())
+    known = {name for name, layer in named.items() if listed_class(layer) or uses_interface(layer)}
+    candidates = [name for name, layer in named.items() if name in known or _is_foreign_attention(layer)]
+    for name in candidates:
+        apart = not any(_lies_in(other, name) for other in candidates)
+        if name in known or (apart and not any(_lies_in(name, other) for other in known)):
+            yield name, named[name]
+
+
+def _lies_in(name: str, other: str) -> bool:
+    """Whether the module called `name` is inside the one called `other`."""
+    return name != other and name.startswith(f"{other}." if other else "")
 
 
 def _is_foreign_attention(layer: nn.Module) -> bool:
@@ -161,15 +201,25 @@ def _is_foreign_attention(layer: nn.Module) -> bool:
 
 def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """The modules that prepare the arguments of a model's patched layers, each with the hook meant for it."""
-    patched: set[Any] = {type(layer) for _, layer in _attention_layers(model) if is_patched(layer)}
     for cls, hook in {
-        replacement.model_hook for replacement in patched if hasattr(replacement, "model_hook")
+        replacement.model_hook
+        for replacement in _replacements_in(model)
+        if hasattr(replacement, "model_hook")
     }:
         yield from ((hook, module) for module in model.modules() if isinstance(module, cls))
 
 
+def _replacements_in(model: nn.Module) -> set[Any]:
+    """The classes of a model's patched layers."""
+    return {type(layer) for _, layer in _attention_layers(model) if is_patched(layer)}
+
+
 def _unsupported(layer: nn.Module) -> str | None:
     """The reason why an unpatched attention layer can't be patched, or None if it can."""
+    if uses_interface(layer):
+        from patches import interface
+
+        return interface.unsupported(layer)
     original = listed_class(layer)
     if original is None:
         return f"there is no patch for {path_of(type(layer))}"

@@ -8,7 +8,7 @@ signatures, never from a version number.
 
 Where every layer of a model is patched, `slim_mask` spares it the [B, 1, Tq, Tk] mask that HuggingFace makes
 (when compiling, always): the layers know causality themselves, so padding travels as [B, 1, 1, Tk] and packed
-documents as segment ids.
+documents as a compact mask (`patches.compact`).
 
 Layout. q, k, v are [B, H, T, D] views of the projections' outputs.
 
@@ -19,6 +19,7 @@ that says so.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from types import FunctionType
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
+from patches import compact
 from patches.registry import is_patched
 from streamattn.functional import attention, resolve_window
 from streamattn.module import attention_weights
@@ -118,7 +120,7 @@ def update_cache(
         )
     k = k.to(v.dtype)  # a cache takes the dtype of the first keys for both
     filled = None
-    if _has_static_layer(cache):
+    if has_static_layer(cache):
         # Read before the update, which counts in place.
         if cache_position is not None:
             filled = cache_position[-1] + 1
@@ -155,13 +157,13 @@ def slim_mask(
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     cache = cache_of(given)
     cache = getattr(cache, "self_attention_cache", cache)
-    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or _has_static_layer(cache):
+    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or has_static_layer(cache):
         return None
     if positions is not None and positions.dim() != 2:
         return None
     if not all(is_patched(layer) for layer in layers):
         return None
-    readable = _readable(mask, positions)
+    readable = compact.readable(mask, positions)
     if mask is not None and readable and bool(mask.all()):
         mask = None
     slim = None if mask is None else mask[:, None, None, :].bool()
@@ -170,9 +172,7 @@ def slim_mask(
         # No value may be read, so every row is taken for a packed one, which is right for others too.
         if not fresh or not MASKS_PASS_UNCHANGED:
             return None
-        slim = _documents(positions.diff(dim=-1) <= 0)
-        if mask is not None:
-            slim = slim.masked_fill(~mask[:, None, None, :].bool(), -1)
+        slim = compact.of_documents(positions.diff(dim=-1) <= 0, mask)
     elif slim is None and positions is not None and fresh:
         starts = positions.diff(dim=-1) <= 0
         if bool(starts.any()):
@@ -181,7 +181,7 @@ def slim_mask(
                     "position_ids start again within a row, which means packed documents; this release of "
                     "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
                 )
-            slim = _documents(starts)
+            slim = compact.of_documents(starts, None)
     if not MASKS_PASS_UNCHANGED:
         return None
     if slim is None:
@@ -194,28 +194,11 @@ def slim_mask(
     return args, {**kwargs, "attention_mask": slim}
 
 
-def _documents(starts: Tensor) -> Tensor:
-    """Documents of packed rows, int32 [B, 1, 1, T], from where the second and later tokens start one."""
-    return F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)[:, None, None, :]
-
-
-def _has_static_layer(cache: Any) -> bool:
+def has_static_layer(cache: Any) -> bool:
     """Whether a cache returns slots that hold no token yet."""
     if isinstance(cache, StaticCache):
         return True
     return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
-
-
-def _readable(*tensors: Tensor | None) -> bool:
-    """Whether values may be read: not while a graph is made, nor of tensors without any."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _capturing():
-        return False
-    return all(x is None or (type(x) is Tensor and not x.is_meta) for x in tensors)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, so that no value may be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def attend(
@@ -225,11 +208,15 @@ def attend(
     *,
     causal: bool,
     mask: Any,
-    scale: float,
+    scale: float | None,
     dropout_p: float = 0.0,
     filled: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
     need_weights: bool = False,
+    window_size: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`streamattn.attention` on what a HuggingFace layer holds.
 
@@ -237,15 +224,20 @@ def attend(
         q: [B, Hq, Tq, D]; cast to v's dtype, as is k (QK-norm and autocast leave them in float32).
         k: [B, Hkv, Tk, D].
         v: [B, Hkv, Tk, Dv].
-        causal: Whether a query sees only keys up to its own place; on top of `mask`.
-        mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or
-            int32 [B, 1, 1, T], the documents of a packed row.
-        scale: Factor of the scores.
+        causal: Whether a query sees only keys up to its own place; on top of `mask`, unless that is compact
+            and says it itself.
+        mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or a
+            compact mask (`patches.compact`).
+        scale: Factor of the scores; None = ``1 / sqrt(D)``.
         dropout_p: Probability of dropping a weight.
         filled: Number of keys that hold tokens, this call's included; None = all.
         cu_seqlens: int [N + 1], bounds of the documents of a packed row, as `DataCollatorWithFlattening`
             gives them.
         need_weights: Whether to compute the attention weights.
+        window_size: As `attention` takes it.
+        softcap: As `attention` takes it.
+        sinks: [Hq], as `attention` takes them.
+        position_bias: Floating, broadcasts to [B, Hq, Tq, Tk], added to the scores; differentiable.
 
     Returns:
         ``(out, weights)``: out [B, Hq, Tq, Dv]; weights [B, Hq, Tq, Tk], before dropout, or None.
@@ -254,42 +246,68 @@ def attend(
         ValueError: a mask of a kind that can't be read.
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
+    batch, q_len = q.shape[0], q.shape[2]
     kv_lengths = None
     if isinstance(filled, int):
         k, v = k[:, :, :filled], v[:, :, :filled]
     elif filled is not None:
-        kv_lengths = filled.expand(q.shape[0])
+        kv_lengths = filled.expand(batch)
     segment_ids = None
-    if isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 1:
-        segment_ids, mask = mask[:, 0, 0].expand(q.shape[0], -1), None
+    if compact.is_compact(mask):
+        seen = compact.read(mask, batch, q_len, k.shape[2])
+        causal, segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
+        kv_lengths = kv_lengths if seen.kv_lengths is None else seen.kv_lengths
     attn_mask = _as_attn_mask(mask, k.shape[2])
-    if cu_seqlens is not None and q.shape[2] == k.shape[2]:
-        places = torch.arange(q.shape[2], device=q.device, dtype=cu_seqlens.dtype)
-        segment_ids = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).expand(
-            q.shape[0], -1
-        )
+    if position_bias is not None:
+        attn_mask = _with_bias(attn_mask, position_bias[..., : k.shape[2]])
+    if cu_seqlens is not None and q_len == k.shape[2]:
+        places = torch.arange(q_len, device=q.device, dtype=cu_seqlens.dtype)
+        documents = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).expand(batch, -1)
+        segment_ids = (documents, documents)
     options: dict[str, Any] = {
         "causal": causal,
+        "window_size": window_size,
         "scale": scale,
         "attn_mask": attn_mask,
         "segment_ids": segment_ids,
         "kv_lengths": kv_lengths,
+        "sinks": sinks,
+        "softcap": softcap,
         "dropout_p": dropout_p,
     }
     if not need_weights:
         return attention(q, k, v, **options), None
     out, lse = attention(q, k, v, **options, return_lse=True)
+    if segment_ids is not None:
+        attn_mask = _with_segments(attn_mask, *segment_ids)
     weights = attention_weights(
         q,
         k,
         lse,
-        scale=scale,
-        window=resolve_window(None, causal),
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        window=resolve_window(window_size, causal),
         attn_mask=attn_mask,
-        segment_ids=segment_ids,
         kv_lengths=kv_lengths,
+        softcap=softcap,
     )
     return out, weights.to(q.dtype)
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """One floating mask that adds what `bias` adds and hides what `mask` hides."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -math.inf)
+    return bias + mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+
+
+def _with_segments(mask: Tensor | None, q_segments: Tensor, kv_segments: Tensor) -> Tensor:
+    """A mask [B, 1 or Hq, Tq, Tk] that hides what other segments hold as well."""
+    seen = (q_segments[:, None, :, None] == kv_segments[:, None, None, :]) & (kv_segments >= 0)[:, None, None]
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf)
 
 
 def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
@@ -310,13 +328,13 @@ def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
     return mask[..., :kv_len]
 
 
-def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str = "attentions") -> bool:
+def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str | None = "attentions") -> bool:
     """Whether this call's attention weights will be looked at, however the release says so.
 
     Args:
         layer: The attention layer.
         arguments: Its keyword arguments: ``output_attentions`` decides where it is given.
-        key: The model output that collects them, "attentions" or "cross_attentions".
+        key: The model output that collects them, "attentions" or "cross_attentions"; None = any of the kind.
 
     Returns:
         True if the weights are to be computed.
@@ -327,4 +345,5 @@ def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str = "atte
         return True  # the release records by wrapping `forward` for the time of the call
     if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
         return False  # a context variable set outside can't be read while compiling
-    return key in (_active_collector.get() or ())
+    collected = _active_collector.get() or ()
+    return key in collected if key is not None else any(name.endswith("attentions") for name in collected)

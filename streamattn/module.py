@@ -30,131 +30,33 @@ from streamattn.pattern import UNBOUNDED, visible
 _Window = tuple[int, int]  # widths to the left and right, UNBOUNDED where open
 
 
-class StreamMultiHeadAttention(nn.Module):
-    """Multi-head attention on the fused kernel, in the place of `torch.nn.MultiheadAttention`.
+class FusedMultiHead(nn.Module):
+    """The forward pass of a multi-head layer on the fused kernel, whoever makes and holds the parameters.
 
-    ``out = concat_h(softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h) W_out^T + b_out`` with
-    ``head_dim = embed_dim / num_heads`` and q, k, v the projected inputs.
-
-    `load_state_dict(mha.state_dict())` takes over a trained layer, with the same outputs and gradients.
-    Differences:
-
-    - A query that may see no key gives 0 (before the output projection), where torch gives NaN.
-    - `is_causal=True` needs no mask.
-    - With dropout, the returned weights are those before dropout, so that each row still sums to one; torch
-      returns them after it. Rates are rounded to 1/256.
-    - Errors about bad input are ValueError or TypeError, not AssertionError.
-
-    Args:
-        embed_dim: features of the query and of the output, E.
-        num_heads: query heads, a divisor of `embed_dim`.
-        dropout: probability, in [0, 1), of dropping an attention weight in training. Default 0.
-        bias: whether the input and output projections have a bias. Default True.
-        add_bias_kv: append a learned key and value to every sequence; every query sees it. Default False.
-        add_zero_attn: append a key and a value of zeros likewise. Default False.
-        kdim: features of `key`. Default `embed_dim`.
-        vdim: features of `value`. Default `embed_dim`.
-        batch_first: inputs and outputs are [B, T, E] instead of [T, B, E]. Default False.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-        num_kv_heads: key and value heads, a divisor of `num_heads`, each shared by a group of consecutive
-            query heads. Default `num_heads`. The fused `in_proj_weight` is
-            [E + 2 * num_kv_heads * head_dim, E].
-        causal: every call is causal, aligned bottom-right: the last query sees all keys. Default False.
-        window_size: every call sees a sliding window, as in `streamattn.attention`: an int W means the W last
-            keys, the query's own included, and implies causal; a pair (left, right) is two-sided, -1 =
-            unbounded. Default None: no window.
-
-    Raises:
-        ValueError: a dimension, head count, dropout rate or window that can't be.
-        TypeError: a window that is neither an int nor a pair.
+    Sizes, options and parameters are read off the attributes below; but for `num_kv_heads`, `causal` and
+    `window_size` they are `torch.nn.MultiheadAttention`'s by name and meaning. There is no state and no
+    constructor here, so that another class can put this forward pass in front of its own.
     """
 
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kdim: int
+    vdim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    causal: bool
+    window_size: int | tuple[int, int] | None
+    out_proj: NonDynamicallyQuantizableLinear
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
     q_proj_weight: nn.Parameter | None
     k_proj_weight: nn.Parameter | None
     v_proj_weight: nn.Parameter | None
-    bias_k: nn.Parameter | None
-    bias_v: nn.Parameter | None
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        causal: bool = False,
-        window_size: int | tuple[int, int] | None = None,
-    ) -> None:
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, dropout)
-        resolve_window(window_size, causal)  # raises on a window that can't be
-        super().__init__()
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
-        self.dropout = dropout
-        self.batch_first = batch_first
-        self.add_zero_attn = add_zero_attn
-        self.causal = causal
-        self.window_size = window_size
-
-        def register(name: str, *shape: int, wanted: bool = True) -> None:
-            parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
-            self.register_parameter(name, parameter)
-
-        # Registered in torch's order, which optimizer state dicts count by.
-        kv_dim = num_kv_heads * self.head_dim
-        fused = self.kdim == embed_dim and self.vdim == embed_dim
-        register("in_proj_weight", embed_dim + 2 * kv_dim, embed_dim, wanted=fused)
-        register("q_proj_weight", embed_dim, embed_dim, wanted=not fused)
-        register("k_proj_weight", kv_dim, self.kdim, wanted=not fused)
-        register("v_proj_weight", kv_dim, self.vdim, wanted=not fused)
-        register("in_proj_bias", embed_dim + 2 * kv_dim, wanted=bias)
-        # torch's own class for this layer: tools that quantize every Linear are meant to pass it over.
-        self.out_proj = NonDynamicallyQuantizableLinear(embed_dim, embed_dim, bias, device, dtype)
-        register("bias_k", 1, 1, kv_dim, wanted=add_bias_kv)
-        register("bias_v", 1, 1, kv_dim, wanted=add_bias_kv)
-        self._reset_own_parameters()
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        """False: keeps `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` from their own attention.
-
-        In eval mode both read the projection weights off their `self_attn` and never call it, unless this
-        says that the projections are separate. That would ignore grouped heads, `causal` and `window_size`.
-        """
-        return False
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew from the initial distribution, as after `to_empty` on a meta module."""
-        self.out_proj.reset_parameters()
-        self._reset_own_parameters()
-
-    def _reset_own_parameters(self) -> None:
-        # The order of draws is torch's: the same seed gives the same layer.
-        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
-        for bias in (self.bias_k, self.bias_v):
-            if bias is not None:
-                nn.init.xavier_normal_(bias)
+    bias_k: Tensor | None
+    bias_v: Tensor | None
 
     def forward(
         self,
@@ -365,7 +267,8 @@ class StreamMultiHeadAttention(nn.Module):
                 raise TypeError(
                     f"{name} must be a padded tensor, got a nested tensor; pad it with to_padded_tensor and "
                     "pass a key_padding_mask (nn.TransformerEncoder makes nested tensors in eval mode: build "
-                    "it with enable_nested_tensor=False, or set its use_nested_tensor to False)"
+                    "it with enable_nested_tensor=False, set its use_nested_tensor to False, or give "
+                    "patch_model the whole encoder)"
                 )
             if x.dim() not in (2, 3) or x.dim() != query.dim():
                 raise ValueError(
@@ -395,6 +298,125 @@ class StreamMultiHeadAttention(nn.Module):
         key_shapes = [(batch, kv_len)] if batched else [(kv_len,)]
         _check_mask("key_padding_mask", key_padding_mask, key_shapes)
         _check_mask("attn_mask", attn_mask, [(q_len, kv_len), (batch * self.num_heads, q_len, kv_len)])
+
+
+class StreamMultiHeadAttention(FusedMultiHead):
+    """Multi-head attention on the fused kernel, in the place of `torch.nn.MultiheadAttention`.
+
+    ``out = concat_h(softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h) W_out^T + b_out`` with
+    ``head_dim = embed_dim / num_heads`` and q, k, v the projected inputs.
+
+    `load_state_dict(mha.state_dict())` takes over a trained layer, with the same outputs and gradients.
+    Differences:
+
+    - A query that may see no key gives 0 (before the output projection), where torch gives NaN.
+    - `is_causal=True` needs no mask.
+    - With dropout, the returned weights are those before dropout, so that each row still sums to one; torch
+      returns them after it. Rates are rounded to 1/256.
+    - Errors about bad input are ValueError or TypeError, not AssertionError.
+
+    Args:
+        embed_dim: features of the query and of the output, E.
+        num_heads: query heads, a divisor of `embed_dim`.
+        dropout: probability, in [0, 1), of dropping an attention weight in training. Default 0.
+        bias: whether the input and output projections have a bias. Default True.
+        add_bias_kv: append a learned key and value to every sequence; every query sees it. Default False.
+        add_zero_attn: append a key and a value of zeros likewise. Default False.
+        kdim: features of `key`. Default `embed_dim`.
+        vdim: features of `value`. Default `embed_dim`.
+        batch_first: inputs and outputs are [B, T, E] instead of [T, B, E]. Default False.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        num_kv_heads: key and value heads, a divisor of `num_heads`, each shared by a group of consecutive
+            query heads. Default `num_heads`. The fused `in_proj_weight` is
+            [E + 2 * num_kv_heads * head_dim, E].
+        causal: every call is causal, aligned bottom-right: the last query sees all keys. Default False.
+        window_size: every call sees a sliding window, as in `streamattn.attention`: an int W means the W last
+            keys, the query's own included, and implies causal; a pair (left, right) is two-sided, -1 =
+            unbounded. Default None: no window.
+
+    Raises:
+        ValueError: a dimension, head count, dropout rate or window that can't be.
+        TypeError: a window that is neither an int nor a pair.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        window_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads, dropout)
+        resolve_window(window_size, causal)  # raises on a window that can't be
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.add_zero_attn = add_zero_attn
+        self.causal = causal
+        self.window_size = window_size
+
+        def register(name: str, *shape: int, wanted: bool = True) -> None:
+            parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+            self.register_parameter(name, parameter)
+
+        # Registered in torch's order, which optimizer state dicts count by.
+        kv_dim = num_kv_heads * self.head_dim
+        fused = self.kdim == embed_dim and self.vdim == embed_dim
+        register("in_proj_weight", embed_dim + 2 * kv_dim, embed_dim, wanted=fused)
+        register("q_proj_weight", embed_dim, embed_dim, wanted=not fused)
+        register("k_proj_weight", kv_dim, self.kdim, wanted=not fused)
+        register("v_proj_weight", kv_dim, self.vdim, wanted=not fused)
+        register("in_proj_bias", embed_dim + 2 * kv_dim, wanted=bias)
+        # torch's own class for this layer: tools that quantize every Linear are meant to pass it over.
+        self.out_proj = NonDynamicallyQuantizableLinear(embed_dim, embed_dim, bias, device, dtype)
+        register("bias_k", 1, 1, kv_dim, wanted=add_bias_kv)
+        register("bias_v", 1, 1, kv_dim, wanted=add_bias_kv)
+        self._reset_own_parameters()
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False: keeps `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` from their own attention.
+
+        In eval mode both read the projection weights off their `self_attn` and never call it, unless this
+        says that the projections are separate. That would ignore grouped heads, `causal` and `window_size`.
+        """
+        return False
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew from the initial distribution, as after `to_empty` on a meta module."""
+        self.out_proj.reset_parameters()
+        self._reset_own_parameters()
+
+    def _reset_own_parameters(self) -> None:
+        # The order of draws is torch's: the same seed gives the same layer.
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float) -> None:
@@ -471,6 +493,7 @@ def attention_weights(
     attn_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     kv_lengths: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The weights behind an output of `attention`, before dropout: ``exp(scale q k^T + mask - lse)``.
 
@@ -485,6 +508,7 @@ def attention_weights(
         attn_mask: 4-D, bool (True = visible) or floating; default None.
         segment_ids: int32 [B, T], none negative; default None.
         kv_lengths: [B], at most Tk; default None.
+        softcap: bound of the scores before the mask, as `attention` takes it; default None: off.
 
     Returns:
         [B, Hq, Tq, Tk] in lse's dtype.
@@ -504,6 +528,8 @@ def attention_weights(
         # a NaN in a key that no query sees must not enter the gradients' products
         k = torch.where(seen.any(dim=-2).unsqueeze(-1), k, 0.0)
         scores = (q.to(lse.dtype) * scale) @ k.mT
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores = scores + attn_mask.to(scores.dtype)
         scores = torch.where(seen, scores, -math.inf)

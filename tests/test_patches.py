@@ -522,8 +522,10 @@ def test_replacements_are_importable_subclasses_without_state(path: str) -> None
     original = getattr(importlib.import_module(module), name)
     replacement = registry.replacement_for(original)
     assert registry.path_of(replacement) == registry.REPLACEMENTS[path]
-    assert replacement.__bases__ == (original,)
-    assert "__init__" not in vars(replacement)
+    added = set(replacement.__mro__) - set(original.__mro__)
+    assert replacement in added
+    assert issubclass(replacement, original)
+    assert not any("__init__" in vars(cls) or "__slots__" in vars(cls) for cls in added)
     assert isinstance(inspect.getattr_static(replacement, "unsupported"), staticmethod)
 
 
@@ -558,15 +560,17 @@ def test_a_further_kind_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert unpatch_model(model)(torch.ones(1)) == 1
 
 
-def test_import_brings_no_transformers() -> None:
+def test_transformers_is_not_needed() -> None:
     code = (
-        "import sys, torch, patches\n"
-        "patches.patch_report(torch.nn.Linear(1, 1))\n"
-        "print('transformers' in sys.modules)"
+        "import sys\n"
+        "sys.modules['transformers'] = None\n"
+        "import torch, patches\n"
+        "layer = patches.patch_model(torch.nn.MultiheadAttention(8, 2))\n"
+        "print(list(patches.patch_report(layer).patched))"
     )
     root = Path(patches.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=100)
-    assert done.stdout.strip() == "False", done.stderr
+    assert done.stdout.strip() == "['']", done.stderr
 
 
 def test_the_package_exports_it() -> None:

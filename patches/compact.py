@@ -1,0 +1,151 @@
+"""Compact masks: who sees whom in the size of a sequence, not of its square.
+
+Contract. A compact mask is an int32 tensor [B, R, 1, Tk]. Row 0 is the segment of each key, -1 = hidden; the
+last dimension may be 1: no key is hidden. The last row, if there are lengths, repeats the number of keys that
+hold tokens. What is the same for all rows is in their number, which is known while compiling:
+``R = 2 + WINDOWED + BIDIRECTIONAL + LENGTHS``, each if it applies. A batch of 1 stands for any.
+
+It has four dimensions because HuggingFace's models hand such masks on to their layers as they are. It can't
+be taken for the integer mask [B, 1, Tq, Tk] of a user, which is an error.
+
+Left out on purpose: the width of a window, which the layer or its configuration knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WINDOWED, BIDIRECTIONAL, LENGTHS = 1, 2, 4
+"""What the number of rows of a compact mask says beyond the first."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A compact mask in `streamattn.attention`'s terms.
+
+    Attributes:
+        segment_ids: of queries and keys, int32 [B, Tq] and [B, Tk]; None if no key is hidden.
+        kv_lengths: int32 [B], the keys that hold tokens; None if all do.
+    """
+
+    segment_ids: tuple[Tensor, Tensor] | None
+    kv_lengths: Tensor | None
+
+
+def write(
+    segment_ids: Tensor | None,
+    lengths: int | Tensor | None,
+    *,
+    causal: bool,
+    windowed: bool,
+    device: torch.device | str | None,
+) -> Tensor:
+    """A compact mask.
+
+    Args:
+        segment_ids: of the keys, int32 [B, Tk], -1 = hidden; None if no key is hidden.
+        lengths: how many keys hold tokens, one number for all rows; None if all do.
+        causal: whether a query sees only keys up to its own place.
+        windowed: whether it sees only keys near its own place.
+        device: of the mask, if there are no segments.
+    """
+    count = 2 + WINDOWED * windowed + BIDIRECTIONAL * (not causal) + LENGTHS * (lengths is not None)
+    if segment_ids is None:
+        rows = torch.zeros((1, count, 1, 1), dtype=torch.int32, device=device)
+        if lengths is not None:
+            rows[:, -1] = lengths
+        return rows
+    rows = segment_ids[:, None, None]
+    if lengths is None:
+        return rows.expand(-1, count, -1, -1)
+    last = torch.as_tensor(lengths, dtype=torch.int32, device=rows.device).expand_as(rows)
+    return torch.cat([rows.expand(-1, count - 1, -1, -1), last], dim=1)
+
+
+def is_compact(mask: Any) -> bool:
+    """Whether a mask is a compact one."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
+        return False
+    return mask.shape[2] == 1 and 0 <= mask.shape[1] - 2 <= WINDOWED + BIDIRECTIONAL + LENGTHS
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Whether a compact mask lets a query see only keys up to its own place."""
+    return not (mask.shape[1] - 2) & BIDIRECTIONAL
+
+
+def is_windowed(mask: Tensor) -> bool:
+    """Whether a compact mask lets a query see only keys near its own place."""
+    return bool((mask.shape[1] - 2) & WINDOWED)
+
+
+def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
+    """What a compact mask says to a layer.
+
+    Args:
+        mask: int32 [B or 1, R, 1, Tk or more, or 1].
+        batch: B.
+        q_len: Tq.
+        kv_len: Tk.
+
+    Raises:
+        ValueError: the mask is of another size.
+    """
+    width = mask.shape[3]
+    if mask.shape[0] not in (1, batch):
+        raise ValueError(f"the layer holds {batch} sequences, its model made the mask for {mask.shape[0]}")
+    if 1 < width < kv_len:
+        raise ValueError(f"the layer holds {kv_len} keys, its model made the mask for {width} of them")
+    mask = mask.expand(batch, -1, -1, -1)
+    lengths = mask[:, -1, 0, 0] if (mask.shape[1] - 2) & LENGTHS else None
+    segment_ids = None
+    if width > 1 or kv_len == 1:
+        keys = mask[:, 0, 0, :kv_len]
+        segment_ids = (_segments_of_queries(keys, q_len, lengths, is_causal(mask)), keys)
+    return Seen(segment_ids, lengths)
+
+
+def _segments_of_queries(keys: Tensor, q_len: int, lengths: Tensor | None, causal: bool) -> Tensor:
+    """The segments [B, Tq] of the last places that hold tokens; without causality one segment sees all."""
+    kv_len = keys.shape[1]
+    if not causal:
+        return keys.new_zeros(1).expand(keys.shape[0], q_len)
+    if lengths is not None:
+        places = torch.arange(q_len, device=keys.device) + (lengths - q_len)[:, None]
+        return keys.gather(1, places.clamp(0, kv_len - 1))
+    if q_len > kv_len:
+        raise ValueError(f"causal self-attention of {q_len} queries on only {kv_len} keys")
+    return keys[:, kv_len - q_len :]
+
+
+def segments(starts: Tensor) -> Tensor:
+    """Segments of rows, int32 [B, T], from where the second and later tokens start one, bool [B, T - 1]."""
+    return F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)
+
+
+def of_documents(starts: Tensor, mask: Tensor | None, windowed: bool = False) -> Tensor:
+    """The compact mask of causal attention inside documents packed into rows.
+
+    Args:
+        starts: where the second and later tokens of a row start a document, bool [B, T - 1].
+        mask: [B, T], non-zero = a token; None if all are.
+        windowed: whether a query sees only keys near its own place.
+    """
+    ids = segments(starts)
+    if mask is not None:
+        ids = ids.masked_fill(~mask.bool(), -1)
+    return write(ids, None, causal=True, windowed=windowed, device=None)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether values may be read: not while a graph is made or captured, nor of tensors without any."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(x is None or (type(x) is Tensor and not x.is_meta) for x in tensors)

@@ -1,0 +1,444 @@
+"""Any HuggingFace layer that uses transformers' attention interface, on `streamattn.attention`.
+
+Contract. Importing this file registers the name "streamattn", an attention function and a mask function, in
+releases of transformers that have both (4.53), so that ``attn_implementation="streamattn"`` works. A patched
+layer asks for that name by itself: its `config` becomes a `LayerConfig`, a view of the one it shares with its
+model, and what it computes around the attention stays its own. Where every layer under a configuration is
+patched, that configuration has the name too, so that the model makes compact masks (`patches.masks`);
+elsewhere the masks are those of the model's own implementation, and all of them are taken. A wholly patched
+model has configurations of its own, equal to those it was built with, so that no other model changes.
+
+Layout. q, k, v are [B, H, T, D], heads of k and v unrepeated; the output is [B, T, H, D].
+
+Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
+reads those rows. Attention weights, when asked for, are those before dropout.
+
+Left out on purpose: sparse attention by indices, paged caches and flex attention's block masks, each with an
+error that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, modeling_utils
+
+from patches import compact, hf
+from patches.registry import NAME, is_patched, uses_interface
+
+try:
+    from transformers import masking_utils
+
+    from patches.masks import compact_mask
+except ImportError:  # older releases make masks in each model, and none for a name that they don't know
+    masking_utils = compact_mask = None
+
+_DENSE = ("eager", "sdpa")
+"""Implementations whose masks are complete, and left out only where causality says it all."""
+
+_SPARSE = ("indices", "block_indices")
+"""Keywords of layers that attend to keys chosen by another network."""
+
+_NOT_SERVED = {
+    "indices": "it chooses keys by index",
+    "block_indices": "it chooses blocks of keys by index",
+    "head_mask": "it scales heads, which the kernels don't; prune_heads removes them",
+    "block_table": "its cache is paged; unpatch_model(model) before continuous batching",
+}
+"""Arguments that change what is computed -> why they can't be served."""
+
+_MASK_NAMES = ("attention_mask", "mask")
+"""What layers call the mask that they are given."""
+
+_MASK_MAKERS = frozenset(
+    {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
+)
+
+_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Types of layers whose masks of packed documents are known."""
+
+
+class LayerConfig:
+    """A patched layer's configuration: what it shares with its model, under the name of this implementation.
+
+    Reads and writes go to the shared object.
+    """
+
+    __slots__ = ("renamed", "shared")
+
+    shared: Any
+    renamed: list[tuple[Any, str | None]]
+
+    def __init__(self, shared: Any, renamed: list[tuple[Any, str | None]]) -> None:
+        """Make a view.
+
+        Args:
+            shared: the configuration that the layer had.
+            renamed: configurations that were renamed when the model was patched, each with its former name.
+        """
+        object.__setattr__(self, "shared", shared)
+        object.__setattr__(self, "renamed", renamed)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return NAME
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in LayerConfig.__slots__:  # so that copies are made of the view
+            raise AttributeError(name)
+        return getattr(self.shared, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.shared, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerConfig, (self.shared, self.renamed)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.shared).__name__})"
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function of "streamattn", called by a layer as transformers' own ones are.
+
+    Args:
+        module: the layer.
+        query: [B, Hq, Tq, D]; a batch of 1 stands for any.
+        key: [B, Hkv, Tk, D].
+        value: [B, Hkv, Tk, Dv].
+        attention_mask: None, compact, 2-D over keys, or 4-D and then complete: bool (True = visible) or
+            floating (added).
+        dropout: probability of dropping a weight.
+        scaling: factor of the scores; None = ``1 / sqrt(D)``.
+        is_causal: whether a query sees only keys up to its own place, if the mask doesn't say it; None = what
+            the layer says.
+        sliding_window: W keys, the query's own included; without causality W - 1 keys to each side.
+        softcap: bound of the scores.
+        s_aux: attention sinks [Hq]; some layers call them ``sinks``.
+        position_bias: added to the scores, [1 or B, Hq or 1, Tq, Tk].
+        **kwargs: the other arguments of the model.
+
+    Returns:
+        ``(out [B, Tq, Hq, Dv], weights [B, Hq, Tq, Tk] or None)``.
+
+    Raises:
+        ValueError: an argument or mask that asks for what can't be computed.
+    """
+    for name, reason in _NOT_SERVED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passed {name}: {reason}")
+    batch, q_len, kv_len = key.shape[0], query.shape[2], key.shape[2]
+    if query.shape[0] != batch:
+        query = query.expand(batch, -1, -1, -1)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    maker, cu_seqlens = _mask_maker(module), kwargs.get("cu_seq_lens_q")
+    complete, windowed, filled = False, False, None
+    if compact.is_compact(attention_mask):
+        causal, windowed = compact.is_causal(attention_mask), compact.is_windowed(attention_mask)
+    elif isinstance(attention_mask, Tensor):
+        complete = attention_mask.dim() == 4
+        if attention_mask.dim() == 2 and attention_mask.shape[1] < kv_len:
+            filled = attention_mask.shape[1]
+    elif maker in _DENSE and causal and 1 < q_len < kv_len:
+        filled = q_len  # their models make no mask for a static cache that was empty
+    if complete:
+        causal, sliding_window, cu_seqlens = False, None, None
+    else:
+        sliding_window = _window(module, sliding_window, windowed, causal, maker)
+    if cu_seqlens is not None and q_len != kv_len:
+        raise ValueError(
+            f"{type(module).__name__} got the bounds of packed documents (cu_seq_lens_q) for {q_len} queries "
+            f"on {kv_len} keys; call the model without a cache on packed documents"
+        )
+    window = None
+    if sliding_window is not None:
+        window = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    out, weights = hf.attend(
+        query,
+        key,
+        value,
+        causal=causal,
+        mask=attention_mask,
+        scale=scaling,
+        dropout_p=dropout,
+        filled=filled,
+        cu_seqlens=cu_seqlens,
+        need_weights=hf.weights_wanted(module, kwargs, key=None),
+        window_size=window,
+        softcap=softcap,
+        sinks=s_aux if s_aux is not None else kwargs.get("sinks"),
+        position_bias=position_bias,
+    )
+    return out.transpose(1, 2), weights
+
+
+def _mask_maker(module: nn.Module) -> str | None:
+    """The implementation whose masks a layer gets: its model's."""
+    config: Any = module.config
+    return getattr(config, "shared", config)._attn_implementation
+
+
+def _window(
+    module: nn.Module, given: int | None, windowed: bool, causal: bool, maker: str | None
+) -> int | None:
+    """The keys that a layer's query sees to its left, its own included; None = all."""
+    width = getattr(module.config, "sliding_window", None)
+    if windowed and width is not None:
+        # The mask was made with this width, which without causality doesn't count the query itself.
+        return width if causal else width + 1
+    if given is not None:
+        return given
+    if windowed or (maker not in _DENSE and _is_sliding(module)):
+        raise ValueError(
+            f"{type(module).__name__} is a sliding layer by its configuration, but neither it nor its mask "
+            "gave the window; unpatch_model(model), and load it with attn_implementation='sdpa'"
+        )
+    return None
+
+
+def _is_sliding(module: nn.Module) -> bool:
+    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
+        return types[index] == "sliding_attention"
+    return getattr(module, "is_sliding", False) is True
+
+
+def unsupported(layer: nn.Module) -> str | None:
+    """The reason why a layer that uses the interface can't be served, or None.
+
+    Args:
+        layer: the layer.
+    """
+    if masking_utils is None:
+        return "this release of transformers has no mask interface, which came with 4.53"
+    if not isinstance(layer.__dict__.get("config"), PretrainedConfig):
+        return "it has no configuration of its own to name an implementation in"
+    words = set(_words(inspect.unwrap(type(layer).forward).__code__))
+    if "sinks" in words and not isinstance(layer._parameters.get("sinks"), Tensor):
+        return "its sinks depend on the tokens, and the kernels take one for each head"
+    return next((f"it passes {name}: {_NOT_SERVED[name]}" for name in _SPARSE if name in words), None)
+
+
+def _is_adopted(layer: nn.Module) -> bool:
+    return is_patched(layer) and uses_interface(layer)
+
+
+def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Iterable[nn.Module]) -> None:
+    """Have layers ask for "streamattn", and their model make compact masks where it can.
+
+    Args:
+        model: a module.
+        layers: those of its layers to patch, each served by `unsupported`.
+        attention_layers: all attention layers of the model.
+    """
+    renamed = next((layer.__dict__["config"].renamed for layer in model.modules() if _is_adopted(layer)), [])
+    for layer in layers:
+        layer.__dict__["config"] = LayerConfig(layer.__dict__["config"], renamed)
+    everyone = set(attention_layers)
+    if any(not any(config is known for known, _ in renamed) for config in _wholly_patched(model, everyone)):
+        renamed = _own_configurations(model)
+    for config in _wholly_patched(model, everyone):
+        if not any(config is known for known, _ in renamed):
+            renamed.append((config, config._attn_implementation))
+        # The public name is a property that would rename the configurations inside as well.
+        config._attn_implementation_internal = NAME
+    for module in model.modules():
+        names = _document_arguments(module)
+        if names and not _document_hooks(module) and any(map(_is_adopted, module.modules())):
+            module.register_forward_pre_hook(partial(keep_documents_apart, names), with_kwargs=True)
+
+
+def release(model: nn.Module) -> None:
+    """Undo `adopt`: every layer shares its model's configuration again, under the name that it had.
+
+    Args:
+        model: a module, patched or not.
+    """
+    for module in model.modules():
+        view = module.__dict__.get("config")
+        if isinstance(view, LayerConfig):
+            module.__dict__["config"] = view.shared
+            for config, name in view.renamed:
+                if config._attn_implementation == NAME:
+                    config._attn_implementation_internal = name
+        for key in _document_hooks(module):
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
+    """The configurations under which every attention layer understands compact masks."""
+    found: dict[int, tuple[Any, list[nn.Module]]] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PretrainedConfig) and module not in attention_layers:
+            found.setdefault(id(config), (config, []))[1].append(module)
+    chosen = []
+    for config, holders in found.values():
+        inner = {layer for holder in holders for layer in holder.modules() if layer in attention_layers}
+        inner = {
+            layer for layer in inner if not isinstance(layer, nn.MultiheadAttention)
+        }  # they get no masks
+        # The setting demands that the name be "eager" whenever the configuration is saved.
+        if inner and not config.output_attentions and all(map(_takes_compact_masks, inner)):
+            chosen.append(config)
+    return chosen
+
+
+def _takes_compact_masks(layer: nn.Module) -> bool:
+    """Whether a layer is patched and hands its mask on without looking at it or making another of it."""
+    if not _is_adopted(layer):
+        return False
+    code = inspect.unwrap(type(layer).forward).__code__
+    arguments = code.co_argcount + code.co_kwonlyargcount
+    if any("mask" in name for name in code.co_varnames[arguments:]):
+        return False
+    uses = [use.argval for use in dis.get_instructions(code) if use.opname.startswith("LOAD_FAST")]
+    names = [name for use in uses for name in (use if isinstance(use, tuple) else (use,))]
+    return max(map(names.count, _MASK_NAMES)) <= 1
+
+
+def _own_configurations(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Give a model copies of its configurations, shared as before; returns what of them is renamed so far."""
+    memo: dict[int, Any] = {}
+    renamed: list[tuple[Any, str | None]] = []
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, PretrainedConfig):
+                module.__dict__[name] = copy.deepcopy(value, memo)
+            elif isinstance(value, LayerConfig):
+                module.__dict__[name] = copy.deepcopy(value, memo)
+                renamed = module.__dict__[name].renamed
+    return renamed
+
+
+def keep_documents_apart(
+    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a model that makes masks: documents packed into a row become a compact mask.
+
+    HuggingFace tells them by positions that start again, but not with a cache or a mask of ones, although
+    models make a cache by default (huggingface/transformers#46634).
+
+    Args:
+        names: the model's arguments, in order.
+        model: the model.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if model.config._attn_implementation != NAME or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return None
+    cache = hf.cache_of(given)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if cache is not None and (hf.has_static_layer(cache) or cache.get_seq_length() != 0):
+        return None
+    starts = positions.diff(dim=-1) <= 0
+    if compact.readable(mask, positions) and not _packed(mask, starts):
+        return None
+    # Where no value may be read, every row is taken for a packed one, which is right for others too.
+    documents = _masks_of_documents(model, starts, mask)
+    place = names.index("attention_mask")
+    if place < len(args):
+        return (*args[:place], documents, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": documents}
+
+
+def _packed(mask: Tensor | None, starts: Tensor) -> bool:
+    return (mask is None or bool(mask.all())) and bool(starts.any())
+
+
+def _masks_of_documents(model: Any, starts: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:
+    """The masks of a model's layers: one for all, or by the type of layer where the model takes them so.
+
+    Args:
+        model: the model.
+        starts: where the second and later tokens of a row start a document, bool [B, T - 1].
+        mask: [B, T], non-zero = a token; or None.
+    """
+    config = model.config
+    types = set(getattr(config, "layer_types", None) or ())
+    if not types:
+        return compact.of_documents(starts, mask, getattr(config, "sliding_window", None) is not None)
+    if not types <= _TYPES or not _takes_masks_by_type(model):
+        return compact.of_documents(starts, mask)
+    masks = {
+        "full_attention": compact.of_documents(starts, mask),
+        "sliding_attention": compact.of_documents(starts, mask, windowed=True),
+    }
+    if "chunked_attention" in types:
+        places = torch.arange(1, starts.shape[1] + 1, device=starts.device)
+        within = places - torch.where(starts, places, 0).cummax(dim=1).values
+        borders = starts | (within % config.attention_chunk_size == 0)
+        masks["chunked_attention"] = compact.of_documents(borders, mask)
+    return {name: masks[name] for name in types}
+
+
+def _takes_masks_by_type(model: nn.Module) -> bool:
+    return "dict" in inspect.unwrap(type(model).forward).__code__.co_names
+
+
+def _document_arguments(module: nn.Module) -> tuple[str, ...]:
+    """The arguments of a module that makes causal masks and is told positions; empty for others."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or not _MASK_MAKERS & set(_names(code)):
+        return ()
+    names = hf.argument_names(forward)
+    return names if {"attention_mask", "position_ids"} <= set(names) else ()
+
+
+def _document_hooks(module: nn.Module) -> list[int]:
+    return [
+        key
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, partial) and hook.func is keep_documents_apart
+    ]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function and in those inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """The strings in a function, keywords of calls included."""
+    for constant in code.co_consts:
+        yield from (
+            word
+            for word in (constant if isinstance(constant, tuple) else (constant,))
+            if isinstance(word, str)
+        )
+
+
+if masking_utils is not None and compact_mask is not None:
+    modeling_utils.AttentionInterface.register(NAME, attention_function)
+    masking_utils.AttentionMaskInterface.register(NAME, compact_mask)
