@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,23 +180,26 @@ def test_exports(make: Build) -> None:
     torch.testing.assert_close(exported.module()(x), model(x), atol=1e-6, rtol=1e-6)
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Ends after the test's wrapper is gone, which would wait for it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("order", ["patch first", "wrap first"])
-def test_distributed_data_parallel(order: str, tmp_path: Path, calls: list[str]) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_distributed_data_parallel(order: str, calls: list[str]) -> None:
     theirs = build(training=True)
     ours = copy.deepcopy(theirs)
     wanted = outputs_and_gradients(theirs, True, inputs(True), batch_first=True, src_key_padding_mask=PADDING)
     ran(calls)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        if order == "patch first":
-            patch_model(ours)
-        wrapped = DistributedDataParallel(ours)
-        patch_model(wrapped)
-        found = outputs_and_gradients(
-            wrapped, True, inputs(True), batch_first=True, src_key_padding_mask=PADDING
-        )
-    finally:
-        dist.destroy_process_group()
+    if order == "patch first":
+        patch_model(ours)
+    wrapped = DistributedDataParallel(ours)
+    patch_model(wrapped)
+    found = outputs_and_gradients(wrapped, True, inputs(True), batch_first=True, src_key_padding_mask=PADDING)
     assert ran(calls) == ["stream"] * 2
     assert_close({name.replace("module.", "", 1): x for name, x in found.items()}, wanted)
 
