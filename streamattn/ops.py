@@ -148,10 +148,10 @@ def _backward(
         )
     dsinks = None
     if sink_grad and sinks is not None:
-        from streamattn.reference import blind_rows, row_delta, sink_gradient
+        from streamattn.reference import row_delta, sink_gradient
 
         if delta is None:
-            delta = row_delta(dout, dlse, out, blind_rows(lse, sinks))
+            delta = row_delta(dout, dlse, out)
         dsinks = sink_gradient(delta, lse, sinks)
     dmask = q.new_empty(0) if dmask is None else dmask
     return dq, dk, dv, dmask, q.new_empty(0) if dsinks is None else dsinks
@@ -246,12 +246,18 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, T
 
 
 def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call is eager, on plain tensors of a CPU or CUDA, and watched by no mode or profiler."""
+    """Whether a call is eager, on plain tensors of a CPU or CUDA, and watched by no mode or profiler.
+
+    A tensor whose memory does not hold its values (a lazy negative, a zero without memory) is not plain: the
+    dispatcher makes it so.
+    """
     return (
         not torch.compiler.is_compiling()
         and (q.is_cuda or q.is_cpu)
-        and type(q) in _PLAIN
-        and all(x is None or type(x) in _PLAIN for x in others)
+        and all(
+            x is None or (type(x) in _PLAIN and not x.is_neg() and not x._is_zerotensor())
+            for x in (q, *others)
+        )
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()

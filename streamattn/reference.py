@@ -121,15 +121,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
-def blind_rows(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """bool [B, Hq, Tq]: the queries that see no key, whose lse is the sink's, or -inf without one."""
-    return lse <= (-math.inf if sinks is None else sinks.to(lse.dtype).view(1, -1, 1))
-
-
-def row_delta(dout: Tensor, dlse: Tensor | None, out: Tensor, blind: Tensor) -> Tensor:
-    """``rowsum(dout * out) - dlse``, [B, Hq, Tq]; a blind row has no out, whatever its dout holds."""
+def row_delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
+    """``rowsum(dout * out) - dlse``, [B, Hq, Tq]; where out is 0 the product is, whatever dout holds."""
     dtype = accumulate_dtype(out.dtype)
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1).masked_fill(blind, 0.0)
+    delta = torch.where(out == 0.0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
     return delta if dlse is None else delta - dlse
 
 
@@ -244,6 +239,14 @@ class _Tiling:
             mask = self.mask_tile(self.attn_mask, m0, m1, n0, n1)
             seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
         return seen
+
+    def alive_rows(self, m0: int, m1: int) -> Tensor:
+        """bool [B, Hkv, G * m, 1]: the queries that see a key."""
+        alive = self.q.new_zeros((self.batch, self.num_kv_heads, self.group, m1 - m0, 1), dtype=torch.bool)
+        for n0, n1 in self.kv_tiles(m0, m1):
+            seen = self.visible_tile(m0, m1, n0, n1)
+            alive = alive | (True if seen is None else seen.any(dim=-1, keepdim=True))
+        return self.fold(alive)
 
     def tile(self, q_tile: Tensor, k_tile: Tensor, m0: int, m1: int, n0: int, n1: int) -> _Tile:
         s = self.unfold(q_tile @ k_tile.mT) * self.scale
@@ -383,10 +386,11 @@ def attention_backward(
     dmask = None
     if mask_grad and attn_mask is not None:
         dmask = torch.zeros(attn_mask.shape, dtype=tiling.dtype, device=q.device)
-    blind = blind_rows(lse, sinks)
-    delta = row_delta(dout, dlse, out, blind)
+    delta = row_delta(dout, dlse, out)
     for m0, m1 in tiling.q_tiles():
-        alive = tiling.rows(~blind.unsqueeze(-1), m0, m1) > 0
+        alive = tiling.rows((lse > -math.inf).unsqueeze(-1), m0, m1) > 0
+        if sinks is not None:  # lse tells nothing: a sink far above the scores rounds them away
+            alive = tiling.alive_rows(m0, m1)
         q_tile = torch.where(alive, tiling.rows(q, m0, m1), 0.0)
         dout_tile = torch.where(alive, tiling.rows(dout, m0, m1), 0.0)
         lse_tile = torch.where(alive, tiling.rows(lse.unsqueeze(-1), m0, m1), 0.0)

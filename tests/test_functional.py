@@ -478,3 +478,39 @@ def test_autocast_does_not_reach_the_references_products() -> None:
     want = attention(q.half(), k.half(), v.half(), softcap=1e6)
     assert torch.equal(out, want)
     assert out.isfinite().all()
+
+
+# A sink far above the scores rounds them out of lse, and the rows still have their gradients.
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"q_len": 12, "kv_len": 5, "causal": True}], ids=str
+)
+@pytest.mark.parametrize("logit", [16.0, 18.0, 30.0])
+def test_gradients_survive_a_sink_far_above_the_scores(logit, options, backend):
+    case = Case(sinks=True, **options)
+    inputs = case.build()
+    inputs.options["sinks"] = torch.full((2,), logit).requires_grad_()
+    inputs.dlse.zero_()
+    got, want = run_attention(inputs, backend=backend), expected(inputs)
+    for name in ("out", "dq", "dk", "dv", "dsinks"):
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert error < 1e-3, (name, float(error))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_mask_beside_a_larger_sink_is_finite(backend):
+    q, k, v = (torch.randn(1, 1, 2, 16, requires_grad=True) for _ in range(3))
+    sinks = torch.tensor([120.0], requires_grad=True)
+    out = attention(q, k, v, sinks=sinks, attn_mask=torch.full((2, 2), 100.0), backend=backend)
+    for grad in torch.autograd.grad(out.sum(), [q, k, v, sinks]):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{"window_size": 2}, {"mask": "bool"}, {"lengths": "ragged"}], ids=str)
+def test_a_default_device_elsewhere_is_no_matter(options):
+    inputs = Case(causal=True, **options).build()
+    want = run_attention(inputs)
+    with torch.device("meta"):
+        got = run_attention(inputs)
+    for name, x in want.tensors.items():
+        assert torch.equal(got[name], x), name

@@ -28,7 +28,6 @@ from streamattn.kernels.launch import (
 )
 from streamattn.kernels.primitives import (
     INSIDE,
-    LN2,
     LOG2E,
     UNBOUNDED,
     dot_add,
@@ -64,7 +63,6 @@ def attention_bwd_dq_kernel(
     kv_segments_ptr,
     kv_lengths_ptr,
     seed_ptr,
-    sinks_ptr,
     stride_q_b,
     stride_q_h,
     stride_q_t,
@@ -156,17 +154,15 @@ def attention_bwd_dq_kernel(
     out = load_rows(out_ptr, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
     # lse in base 2, +inf for a row that sees nothing or does not exist, so that its probabilities are 0
     lse = tl.load(lse_ptr + rows, mask=row_mask, other=float("-inf"))
-    lse_blind = float("-inf")
-    if HAS_SINKS:
-        lse_blind = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E * LN2  # as the forward computes it
-    lse2 = tl.where(lse <= lse_blind, float("inf"), lse * LOG2E)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
-    delta = tl.where(lse2 == float("inf"), 0.0, delta)
+    dlse = tl.zeros([BLOCK_M], tl.float32)
     if HAS_DLSE:
         dlse_ptr += b64 * stride_dlse_b + h64 * stride_dlse_h
-        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_t, mask=row_mask, other=0.0)
-    tl.store(lse2_ptr + rows, lse2)
-    tl.store(delta_ptr + rows, delta)
+        dlse = tl.load(dlse_ptr + rows.to(tl.int64) * stride_dlse_t, mask=row_mask, other=0.0)
+        delta -= dlse
+    # under a sink lse does not tell which rows see no key: one far above the scores rounds them away
+    sees = tl.zeros([BLOCK_M], tl.int32)
 
     length = kv_len
     if HAS_LENGTHS:
@@ -254,6 +250,11 @@ def attention_bwd_dq_kernel(
                     HAS_SOFTCAP,
                     FOLD_SCALE,
                 )
+                if HAS_SINKS and EMPTY_ROWS:
+                    if phase == INSIDE:
+                        sees = tl.full([BLOCK_M], 1, tl.int32)
+                    else:
+                        sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
                 if phase != INSIDE and (MASK_KIND > 0 or HAS_SEGMENTS):
                     some = (tl.max(seen.to(tl.int32), 0) > 0)[:, None]
                     k = tl.where(some, k, 0.0)
@@ -266,6 +267,11 @@ def attention_bwd_dq_kernel(
                 if HAS_SOFTCAP:
                     ds *= slope
                 dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
+    if HAS_SINKS and EMPTY_ROWS:
+        lse2 = tl.where(sees > 0, lse2, float("inf"))
+        delta = tl.where(sees > 0, delta, -dlse)
+    tl.store(lse2_ptr + rows, lse2)
+    tl.store(delta_ptr + rows, delta)
     dq *= scale
     if EMPTY_ROWS:
         dq = tl.where((lse2 < float("inf"))[:, None], dq, 0.0)
@@ -573,7 +579,7 @@ def attention_backward(
     key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)
     pointers = mask_pointers(*masks, seed)
     with device_guard(q):
-        dq_pointers = (q, k, v, out, dout, lse, dlse, lse2, delta, dq, *pointers, sinks)
+        dq_pointers = (q, k, v, out, dout, lse, dlse, lse2, delta, dq, *pointers)
         launch(attention_bwd_dq_kernel, key, dq_pointers, dq_arguments)
         dkdv_pointers = (q, k, v, dout, lse2, delta, dk, dv, *pointers)
         launch(attention_bwd_dkdv_kernel, key, dkdv_pointers, dkdv_arguments)

@@ -59,8 +59,8 @@ def _strips(
             n0 = 0  # a shorter row stands further left
         if n0 >= n1:
             n0, n1 = 0, 1  # no row of the strip sees a key: one masked key keeps the shapes legal
-        i = torch.arange(m0, m1).view(1, 1, -1, 1)
-        j = torch.arange(n0, n1).view(1, 1, 1, -1)
+        i = torch.arange(m0, m1, device=q.device).view(1, 1, -1, 1)
+        j = torch.arange(n0, n1, device=q.device).view(1, 1, 1, -1)
         seen = visible(i, j, q_len, lengths, window_left, window_right)
         if q_segments is not None and kv_segments is not None:
             own, theirs = q_segments[:, None, m0:m1, None], kv_segments[:, None, None, n0:n1]
@@ -70,7 +70,7 @@ def _strips(
             extra = attn_mask[:, :, m0:m1] if attn_mask.shape[2] > 1 else attn_mask
             extra = extra[..., n0:n1] if extra.shape[3] > 1 else extra
             seen = seen & (extra if extra.dtype == torch.bool else extra > torch.finfo(extra.dtype).min / 2)
-        bias = torch.zeros(seen.shape, dtype=dtype)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=q.device)
         if extra is not None and extra.dtype != torch.bool:
             bias = bias + extra.to(dtype)
         yield slice(m0, m1), slice(n0, n1), seen, bias.masked_fill(~seen, -math.inf)
@@ -160,7 +160,7 @@ def attention_backward(
         return _stored_heads_last(dq), _stored_heads_last(dk), _stored_heads_last(dv), None
     dq = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     # strips add to dk and dv: sums in half precision would round at every strip
-    dk, dv = (torch.zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
+    dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
         k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
         nothing = ~seen.any(dim=3)

@@ -133,3 +133,29 @@ def test_only_lse_is_differentiated():
     )
     for x, name in zip(got, ("dq", "dk"), strict=True):
         torch.testing.assert_close(x.double(), want[name].double(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": "bool"}, {"lengths": "extreme"}], ids=str)
+@pytest.mark.parametrize("logit", [18.0, 30.0])
+def test_gradients_survive_a_sink_far_above_the_scores(logit, options):
+    inputs = Case(q_len=40, kv_len=70, sinks=True, **options).build()
+    inputs.options["sinks"] = torch.full((2,), logit).requires_grad_()
+    inputs.dlse.zero_()
+    got, want = backward(inputs), expected(inputs)
+    for name in ("out", "dq", "dk", "dv", "dsinks"):
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert error < 1e-3, (name, float(error))
+
+
+def test_values_that_memory_does_not_hold_are_made_first():
+    """A lazy negative, and a gradient that is zero without memory."""
+    q, k, v, dout = (torch.randn(1, 2, 5, 16) for _ in range(4))
+    plain, lazy = ([f(x) for x in (q, k, v)] for f in (torch.neg, torch._neg_view))
+    leaves = [x.clone().requires_grad_() for x in plain]
+    out = attention(*leaves, backend="triton")
+    assert torch.equal(attention(*lazy, backend="triton"), out)
+    want = torch.autograd.grad(out, leaves, -dout, retain_graph=True)
+    got = torch.autograd.grad(out, leaves, torch._neg_view(dout), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    zero = torch.autograd.grad(out, leaves, torch._efficientzerotensor(out.shape))
+    assert all(not x.any() for x in zero)
