@@ -150,12 +150,12 @@ def test_gradients_survive_a_sink_far_above_the_scores(logit, options):
 def test_values_that_memory_does_not_hold_are_made_first():
     """A lazy negative, and a gradient that is zero without memory."""
     q, k, v, dout = (torch.randn(1, 2, 5, 16) for _ in range(4))
-    plain, lazy = ([f(x) for x in (q, k, v)] for f in (torch.neg, torch._neg_view))
+    plain, lazy = ([f(x) for x in (q, k, v)] for f in (torch.neg, torch.ops.aten._neg_view))
     leaves = [x.clone().requires_grad_() for x in plain]
     out = attention(*leaves, backend="triton")
     assert torch.equal(attention(*lazy, backend="triton"), out)
     want = torch.autograd.grad(out, leaves, -dout, retain_graph=True)
-    got = torch.autograd.grad(out, leaves, torch._neg_view(dout), retain_graph=True)
+    got = torch.autograd.grad(out, leaves, torch.ops.aten._neg_view(dout), retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    zero = torch.autograd.grad(out, leaves, torch._efficientzerotensor(out.shape))
+    zero = torch.autograd.grad(out, leaves, torch.ops.aten._efficientzerotensor(out.shape))
     assert all(not x.any() for x in zero)
