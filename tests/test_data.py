@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
@@ -34,6 +36,35 @@ def test_the_standard_library_is_split_by_files() -> None:
     assert not set(held_out) & set(train)
     share = sum(map(len, held_out)) / sum(map(len, train))
     assert 0.01 < share < 0.2
+
+
+def test_what_the_standard_library_holds_out_is_not_trained_on_under_another_name() -> None:
+    """By runs of three lines; near copies in the training text would flatter the held-out loss."""
+
+    def triples(texts: Iterable[str]) -> set[tuple[str, ...]]:
+        found: set[tuple[str, ...]] = set()
+        for text in texts:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            found.update(zip(lines, lines[1:], lines[2:], strict=False))
+        return found
+
+    train, held_out = map(triples, read_documents(None))
+    assert len(held_out) > 500
+    assert len(held_out & train) < 0.05 * len(held_out)
+
+
+def test_the_standard_library_is_the_part_that_all_pythons_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ["a.py", "json/decoder.py", "xml/sax/handler.py"]
+    left_out = ["test/test_a.py", "json/tests/x.py", "lib2to3/fixes/fix_map.py", "encodings/cp037.py"]
+    left_out += ["site-packages/other/x.py", "_sysconfigdata__linux_x86_64-linux-gnu.py", "LICENSE.txt"]
+    for name in kept + left_out:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
+    train, held_out = read_documents(None)
+    assert sorted([*train, *held_out]) == kept
 
 
 def test_a_folder_is_split_the_same_way_everywhere(tmp_path: Path) -> None:

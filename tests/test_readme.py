@@ -1,38 +1,77 @@
-"""What README.md shows is run, and what it names exists."""
+"""What README.md and docs/technical.md show is run, and what README names exists."""
 
 from __future__ import annotations
 
 import csv
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from streamattn import attention, finetune
 from streamattn.dispatch import Backend
+from tests.finetune_jobs import write_job
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TECHNICAL = (ROOT / "docs" / "technical.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
+def blocks(page: str, language: str) -> list[tuple[int, str]]:
     """The fenced blocks of one language: (line of the fence, text)."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [(README.count("\n", 0, match.start()) + 1, match[1]) for match in found]
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [(page.count("\n", 0, match.start()) + 1, match[1]) for match in found]
 
 
-PYTHON = blocks("python")
-SHELL = [text.strip() for _, text in blocks("sh")]
+PYTHON = blocks(README, "python")
+SHELL = [text.strip() for _, text in blocks(README, "sh")]
+SIGNATURE, *EXAMPLES = [text for _, text in blocks(TECHNICAL, "python")]
+
+
+@pytest.fixture
+def finished_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go where README's first command has run: its job, cut to one step on little text."""
+    job = Path(SHELL[0].split()[-1])
+    text = str(write_job(tmp_path).parent / "corpus")
+    monkeypatch.chdir(tmp_path)
+    assert (
+        finetune.main([str(ROOT / job), "--data", text, "--max_steps", "1", "--eval_on_start", "false"]) == 0
+    )
 
 
 @pytest.mark.parametrize(("line", "source"), PYTHON, ids=[f"line-{line}" for line, _ in PYTHON])
-def test_python_blocks_run(line: int, source: str) -> None:
+def test_python_blocks_run(line: int, source: str, request: pytest.FixtureRequest) -> None:
+    if "runs/" in source:
+        request.getfixturevalue("finished_job")
     code = compile("\n" * line + source, "README.md", "exec")  # a failure names README's own line
     exec(code, {"__name__": "__main__"})
 
 
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_technical_examples_run(source: str) -> None:
+    exec(compile(source, "technical.md", "exec"), {"__name__": "__main__"})
+
+
+def test_technical_shows_the_signature() -> None:
+    shown: dict[str, Callable[..., object]] = {}
+    exec(f"def {SIGNATURE.rstrip()}: ...", shown)
+    assert [
+        (p.name, p.kind, p.default) for p in inspect.signature(shown["attention"]).parameters.values()
+    ] == [(p.name, p.kind, p.default) for p in inspect.signature(attention).parameters.values()]
+
+
 def test_readme_shows_each_entry_point() -> None:
     shown = "\n".join(text for _, text in PYTHON)
-    for name in ("attention(", "flash_attention(", "StreamMultiHeadAttention(", "patch_model("):
+    entry_points = (
+        "attention(",
+        "flash_attention(",
+        "StreamMultiHeadAttention(",
+        "patch_model(",
+        "flash_attn_func(",
+    )
+    for name in entry_points:
         assert name in shown
 
 
