@@ -7,9 +7,11 @@ chosen from devices, dtypes and shapes before anything runs, never after a caugh
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +24,14 @@ class Backend(str, Enum):
     REFERENCE = "reference"
     SDPA = "sdpa"
     TRITON = "triton"
+    HOPPER = "hopper"
 
 
 BACKEND_NAMES = tuple(backend.value for backend in Backend)
 MAX_TRITON_HEAD_DIM = 256
+MIN_HOPPER_HEAD_DIM = 64
+MIN_HOPPER_QUERIES = 64
+HOPPER_TRITON = ((3, 6), (3, 9))  # first and last release whose Gluon the kernels were compiled with
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -43,14 +49,19 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+
+
 def unavailable(backend: Backend, device: torch.device) -> str | None:
     """Why ``backend`` can't serve tensors on ``device`` in this process; None where it can."""
     if backend is Backend.SDPA and device.type != "cpu":
         return (
             f"it is PyTorch's fused CPU attention and the tensors are on {device.type}; use backend='triton'"
         )
-    if backend is Backend.TRITON:
-        interpreted = device.type == "cpu" and _interpreting()
+    if backend in (Backend.TRITON, Backend.HOPPER):
+        interpreted = device.type == "cpu" and _interpreting() and backend is Backend.TRITON
         if not interpreted and (device.type != "cuda" or torch.version.hip is not None):
             return f"its kernels need an NVIDIA GPU, and the tensors are on {device.type.upper()}"
         if not _has_triton():
@@ -61,16 +72,39 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
         if capability < (8, 0):
             major, minor = capability
             return f"its kernels need compute capability 8.0 or newer and {device} has {major}.{minor}"
+        if backend is Backend.HOPPER:
+            if capability != (9, 0):
+                major, minor = capability
+                return f"its kernel is for compute capability 9.0 and {device} has {major}.{minor}"
+            first, last = HOPPER_TRITON
+            if not first <= _triton_version() <= last:
+                tested = " to ".join("{}.{}".format(*version) for version in HOPPER_TRITON)
+                return f"its kernel is for Triton {tested}, got {'{}.{}'.format(*_triton_version())}"
     return None
 
 
-def unsupported(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float) -> str | None:
+def unsupported(
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plain: bool,
+    scale: float,
+    window_left: int,
+    softcap: float,
+    dropout_p: float,
+) -> str | None:
     """Why ``backend`` can't serve this call; None where it can.
 
     Args:
         backend: any but ``auto``.
         q: [B, Hq, Tq, D].
+        k: [B, Hkv, Tk, D].
         v: [B, Hkv, Tk, Dv].
+        plain: whether there is no mask, no segment, no length and no sink.
+        scale: factor of the scores.
+        window_left: keys before its own place that a query sees, `pattern.UNBOUNDED` = all.
         softcap: 0 = none.
         dropout_p: 0 = none.
     """
@@ -96,26 +130,61 @@ def unsupported(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropo
         return f"it takes head dimensions up to {MAX_TRITON_HEAD_DIM}, got {max(head_dims)}"
     if q.numel() == 0 or v.numel() == 0:
         return "it can't take empty tensors"
+    if backend is Backend.HOPPER:
+        if not plain or softcap > 0.0 or dropout_p > 0.0:
+            return "it does no mask, segments, lengths, sinks, softcap or dropout"
+        return _unsupported_by_hopper(q, k, v, scale, window_left)
     return None
 
 
-def choose(backend: Backend, q: Tensor, v: Tensor, *, softcap: float, dropout_p: float) -> Backend:
-    """The implementation that serves the call.
+def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int) -> str | None:
+    if q.dtype == torch.float32:
+        return "it takes float16 and bfloat16, got torch.float32"
+    head_dim, q_len = q.shape[-1], q.shape[-2]
+    if v.shape[-1] != head_dim or head_dim % 8 or head_dim < MIN_HOPPER_HEAD_DIM:
+        return (
+            f"it takes one head dimension of q and v, a multiple of 8 from {MIN_HOPPER_HEAD_DIM} on, got "
+            f"{head_dim} and {v.shape[-1]}"
+        )
+    if q_len < MIN_HOPPER_QUERIES:
+        return f"it takes {MIN_HOPPER_QUERIES} queries or more, got {q_len}"
+    if not scale > 2.0**-100:
+        return f"it takes a positive scale, got {scale}"
+    if window_left < k.shape[-2] - q_len:
+        return "the window leaves keys that no query sees, and what they hold must not reach the output"
+    for x in (q, k, v):
+        if x.data_ptr() % 16 or any(
+            stride % 8 or stride <= 0
+            for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
+            if size > 1
+        ):
+            return "q, k and v must start, and step from row to row, at whole 16 bytes"
+    return None
 
-    ``auto`` takes the first that can: on CUDA Triton, else the reference; on the CPU PyTorch's fused
-    attention, else the reference.
+
+def choose(backend: Backend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Backend:
+    """The implementation that serves the call; options as `unsupported` takes them.
+
+    ``auto`` takes the first that can: on CUDA the Hopper kernel, then portable Triton, else the reference; on
+    the CPU PyTorch's fused attention, else the reference.
 
     Raises:
         ValueError: an explicit backend can't serve the call; the message says why.
     """
     if backend is not Backend.AUTO:
-        reason = unsupported(backend, q, v, softcap=softcap, dropout_p=dropout_p)
+        reason = unsupported(backend, q, k, v, **options)
         if reason is not None:
             raise ValueError(
                 f"backend='{backend.value}' can't serve this call: {reason}; or use backend='auto'"
             )
         return backend
-    fused = Backend.SDPA if q.device.type == "cpu" else Backend.TRITON
-    if unsupported(fused, q, v, softcap=softcap, dropout_p=dropout_p) is None:
-        return fused
+    if q.device.type == "cpu":
+        candidates = (Backend.SDPA,)
+    elif q.shape[-2] < MIN_HOPPER_QUERIES:  # known at once where every microsecond counts, at decoding
+        candidates = (Backend.TRITON,)
+    else:
+        candidates = (Backend.HOPPER, Backend.TRITON)
+    for fused in candidates:
+        if unsupported(fused, q, k, v, **options) is None:
+            return fused
     return Backend.REFERENCE

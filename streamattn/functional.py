@@ -8,10 +8,10 @@ is `streamattn.ops`'.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Literal, overload
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from streamattn.dispatch import BACKEND_NAMES
@@ -19,6 +19,9 @@ from streamattn.ops import attention_forward
 from streamattn.pattern import UNBOUNDED
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT32 = torch.finfo(torch.float32)
+_INTEGERS = (int, torch.SymInt)
+_NUMBERS = (float, int, torch.SymInt, torch.SymFloat, numbers.Real)  # the common ones first
 _FULL_LAYOUT = "[B, Hq, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv]"
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
@@ -33,6 +36,10 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.is_nested:
             raise TypeError(f"{name} is a nested tensor; pack the sequences and pass segment_ids instead")
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"{name} must be a dense tensor, got {x.layout}; convert it with {name}.to_dense()"
+            )
         if x.dtype not in _FLOATING:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; "
@@ -53,21 +60,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v must agree but for head_dim, got {_shapes(q, k, v)}")
     if q.dim() == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}")
-    if q.dim() >= 3 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0):
+    if q.dim() >= 3 and (k.shape[-3] == 0 or q.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0):
         raise ValueError(
-            "the heads of q must be a multiple of the heads of k and v, "
+            "the heads of q must be a positive multiple of the heads of k and v, "
             f"got {q.shape[-3]} and {k.shape[-3]}: {_shapes(q, k, v)}"
         )
-
-
-def _check_no_tangent(*tensors: Tensor | None) -> None:
-    if forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                "attention has no forward-mode derivative; use backward or torch.autograd.grad"
-            )
 
 
 def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
@@ -78,12 +75,12 @@ def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> t
         "pass a positive int W (W visible keys, the query's own included) "
         "or a pair (left, right), -1 = unbounded"
     )
-    if isinstance(window_size, bool) or not isinstance(window_size, (int, tuple, list)):
+    if isinstance(window_size, bool) or not isinstance(window_size, (*_INTEGERS, tuple, list)):
         raise TypeError(f"window_size must be an int or a pair of ints, got {window_size!r}; {remedy}")
     if isinstance(window_size, (tuple, list)):
         if len(window_size) != 2:
             raise ValueError(f"window_size must have two entries, got {window_size!r}; {remedy}")
-        if not all(isinstance(side, int) and not isinstance(side, bool) for side in window_size):
+        if not all(isinstance(side, _INTEGERS) and not isinstance(side, bool) for side in window_size):
             raise TypeError(f"window_size entries must be ints, got {window_size!r}; {remedy}")
         left, right = window_size
         if left < -1 or right < -1:
@@ -101,6 +98,10 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
     """The mask as 4-D, each dimension full or 1; ``q``, ``k`` 4-D, ``rank`` that of the caller's q."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    if attn_mask.layout is not torch.strided:
+        raise TypeError(
+            f"attn_mask must be a dense tensor, got {attn_mask.layout}; convert it with to_dense()"
+        )
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in _FLOATING:
         raise TypeError(
             "attn_mask must be bool (True = visible) or floating (added to the scores), "
@@ -152,7 +153,14 @@ def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
         raise ValueError(
             f"kv_lengths must have shape {wanted}, one length per sequence, got {list(kv_lengths.shape)}"
         )
-    if kv_lengths.device.type == "cpu" and type(kv_lengths) is Tensor and not torch.compiler.is_compiling():
+    if kv_lengths.device.type == "meta" and k.device.type != "meta":
+        raise ValueError(f"kv_lengths must hold values, got a meta tensor; create it on {k.device}")
+    if (
+        kv_lengths.device.type == "cpu"
+        and type(kv_lengths) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()  # vmap's tensors have no one value to look at
+    ):
         beyond = (kv_lengths < 0) | (kv_lengths > k.shape[2])
         if bool(beyond.any()):
             raise ValueError(
@@ -176,12 +184,12 @@ def _resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
 
 
 def _number(name: str, value: float, low: float, high: float, expected: str) -> float:
-    if isinstance(value, (bool, str, Tensor)):
+    """``value`` as a float, both bounds included."""
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    value = float(value)
-    if not low <= value < high or value == -math.inf:
-        raise ValueError(f"{name} must be {expected}, got {value}")
-    return value
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {expected}, got {value!s:.40}")
+    return float(value)
 
 
 @overload
@@ -261,7 +269,10 @@ def attention(
         scale: factor of the scores. Default ``1 / sqrt(D)``.
         attn_mask: broadcastable to [B, Hq, Tq, Tk] (without the leading dimensions that q lacks). bool: True
             = visible. Floating: added to the scores in float32, after the softcap; an entry at or below half
-            of its dtype's minimum hides the key. Differentiable; its gradient has its own shape.
+            of its dtype's minimum, or too low for float32, hides the key; a NaN does not. Differentiable; its
+            gradient has its own shape. Hide with False, -inf or `torch.finfo`'s min, not with -1e9: a row
+            whose every key carries that offset gets gradients that are too large, for ``lse`` can't hold
+            ``-1e9 + log(n)``.
         segment_ids: int32 [B, T] ([T] for 2-D and 3-D inputs), or a pair (q, kv): only equal, non-negative
             segments see each other; a negative one is padding.
         kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are
@@ -301,7 +312,6 @@ def attention(
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
-    _check_no_tangent(q, k, v, attn_mask, sinks)
     rank = q.dim()
     for _ in range(4 - rank):
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -311,13 +321,15 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
-        scale = _number("scale", scale, -math.inf, math.inf, "finite")
-    softcap = (
-        0.0
-        if softcap is None
-        else _number("softcap", softcap, 0.0, math.inf, "0 or more and finite, or None")
-    )
-    dropout_p = _number("dropout_p", dropout_p, 0.0, 1.0, "in [0, 1)")
+        scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32")
+    if softcap is None:
+        softcap = 0.0
+    else:
+        expected = f"0 or more and finite in float32, whose least number is {_FLOAT32.tiny:.1e}, or None"
+        softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected)
+        if 0.0 < softcap < _FLOAT32.tiny:  # float32 would divide by 0
+            raise ValueError(f"softcap must be {expected}, got {softcap}")
+    dropout_p = _number("dropout_p", dropout_p, 0.0, math.nextafter(1.0, 0.0), "in [0, 1)")
     if attn_mask is not None:
         attn_mask = _resolve_mask(attn_mask, q, k, rank)
     q_segments, kv_segments = None, None
@@ -372,7 +384,7 @@ def flash_attention(
         ValueError: an input is not a matrix, or as `attention`.
         TypeError: as `attention`.
     """
-    if not q.dim() == k.dim() == v.dim() == 2:
+    if all(isinstance(x, Tensor) for x in (q, k, v)) and not q.dim() == k.dim() == v.dim() == 2:
         raise ValueError(
             f"q, k, v must be [Tq, D], [Tk, D], [Tk, Dv], got {_shapes(q, k, v)}; use attention for heads"
         )

@@ -263,6 +263,8 @@ class FusedMultiHead(nn.Module):
         """Raise on shapes and dtypes that do not fit each other or the layer."""
         inputs = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
         for name, (x, features) in inputs.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
             if x.is_nested:
                 raise TypeError(
                     f"{name} must be a padded tensor, got a nested tensor; pad it with to_padded_tensor and "
@@ -442,6 +444,8 @@ def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: flo
 def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> None:
     if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"{name} must be bool (True = hidden) or floating (added to the scores), got {mask.dtype}; "
@@ -522,8 +526,11 @@ def attention_weights(
         if segment_ids is not None:
             seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         if attn_mask is not None:
-            is_bool = attn_mask.dtype == torch.bool
-            seen = seen & (attn_mask if is_bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2)
+            shown = attn_mask
+            if attn_mask.dtype != torch.bool:  # as `attention` decides it
+                limit = max(torch.finfo(attn_mask.dtype).min / 2, torch.finfo(lse.dtype).min)
+                shown = ~(attn_mask.to(lse.dtype) <= limit)
+            seen = seen & shown
         k = repeat(k, "b h s d -> b (h g) s d", g=q.shape[1] // k.shape[1]).to(lse.dtype)
         # a NaN in a key that no query sees must not enter the gradients' products
         k = torch.where(seen.any(dim=-2).unsqueeze(-1), k, 0.0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -30,6 +31,8 @@ _OPTIONS = (
 )
 
 _PLAIN = (Tensor, Parameter)
+# set for the thread while torch.autograd batches gradients by itself, as is_grads_batched does
+_BATCHING = torch._C._dispatch_key_parse("VmapMode")
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
@@ -44,8 +47,8 @@ _library.define(
 )
 
 
-def _empty_heads_last(x: Tensor, num_heads: int, length: int, head_dim: int) -> Tensor:
-    return x.new_empty((x.shape[0], length, num_heads, head_dim)).transpose(1, 2)
+def _is_plain(*features: Tensor | None) -> bool:
+    return all(x is None for x in features)
 
 
 def _forward(
@@ -65,7 +68,21 @@ def _forward(
     dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
+    chosen = choose(
+        Backend(backend),
+        q,
+        k,
+        v,
+        plain=_is_plain(attn_mask, q_segments, kv_segments, kv_lengths, sinks),
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    if chosen is Backend.HOPPER:
+        from streamattn.kernels.hopper_forward import attention_forward
+
+        return attention_forward(q, k, v, scale, window_left, window_right)
     if chosen is Backend.TRITON:
         from streamattn.kernels.forward import attention_forward
     elif chosen is Backend.SDPA:
@@ -91,10 +108,9 @@ def _forward(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    batch, num_heads, q_len, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = _empty_heads_last(q, num_heads, q_len, v.shape[-1])
-    return out, q.new_empty((batch, num_heads, q_len), dtype=lse_dtype)
+    from streamattn.reference import accumulate_dtype, heads_last
+
+    return heads_last(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
 def _backward(
@@ -120,7 +136,19 @@ def _backward(
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    chosen = choose(Backend(backend), q, v, softcap=softcap, dropout_p=dropout_p)
+    chosen = choose(
+        Backend(backend),
+        q,
+        k,
+        v,
+        plain=_is_plain(attn_mask, q_segments, kv_segments, kv_lengths, sinks),
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    if chosen is Backend.HOPPER:
+        chosen = Backend.TRITON  # its forward alone is its own
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
     masks = (q_segments, kv_segments, kv_lengths, seed)
@@ -167,8 +195,10 @@ def _backward_fake(
     lse: Tensor,
     *options: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from streamattn.reference import heads_last
+
     attn_mask, sinks, mask_grad, sink_grad = options[0], options[5], *options[-2:]
-    dq, dk, dv = (_empty_heads_last(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    dq, dk, dv = (heads_last(x, x.shape[3]) for x in (q, k, v))
     dmask, dsinks = q.new_empty(0), q.new_empty(0)
     if mask_grad:
         assert isinstance(attn_mask, Tensor)
@@ -246,23 +276,35 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, T
 
 
 def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call is eager, on plain tensors of a CPU or CUDA, and watched by no mode or profiler.
+    """Whether a call is eager, on plain tensors of a CPU or CUDA, and no mode, transform or profiler watches.
 
     A tensor whose memory does not hold its values (a lazy negative, a zero without memory) is not plain: the
     dispatcher makes it so.
     """
+    if torch.compiler.is_compiling() or not (q.is_cuda or q.is_cpu):
+        return False
+    for x in (q, *others):  # a loop, not all(): every eager call pays for it
+        if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
+            return False
     return (
-        not torch.compiler.is_compiling()
-        and (q.is_cuda or q.is_cpu)
-        and all(
-            x is None or (type(x) in _PLAIN and not x.is_neg() and not x._is_zerotensor())
-            for x in (q, *others)
-        )
-        and torch._C._len_torch_dispatch_stack() == 0
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
+        and forward_ad._current_level < 0
         and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
+
+
+def _check_no_tangent(*tensors: Tensor | None) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "attention has no forward-mode derivative; use backward or torch.autograd.grad"
+            )
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -271,6 +313,7 @@ def _wants_grad(*tensors: Tensor | None) -> bool:
 
 def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
     attn_mask, sinks = rest[2], rest[7]
+    _check_no_tangent(dout, dlse, q, k, v, attn_mask, sinks)
     if _wants_grad(dout, dlse, q, k, v, attn_mask, sinks):
         return _AttentionBackward.apply(dout, dlse, q, k, v, *rest)
     with torch._C._AutoDispatchBelowAutograd():
@@ -280,6 +323,7 @@ def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
 def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
 ) -> tuple[Tensor, Tensor]:
+    _check_no_tangent(q, k, v, attn_mask, rest[4])
     if _wants_grad(q, k, v, attn_mask, rest[4]):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(

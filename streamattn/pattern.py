@@ -6,7 +6,7 @@ attention is ``window_right = 0``. An open side has the width `UNBOUNDED`.
 
 Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python
 ints, torch tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and
-mask tensors are data, not geometry; they are left to the callers. So is dropout, but for the threshold on
+mask tensors are data, not geometry; they are left to the callers. So is dropout, but for the two numbers on
 which the reference and the kernels must agree.
 
 A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start, stop)`` excludes stop.
@@ -61,6 +61,10 @@ def count_pairs(q_len: int, kv_len: int, window_left: int = UNBOUNDED, window_ri
         start, stop = kv_span(i, i, q_len, kv_len, window_left, window_right)
         total += max(stop - start, 0)
     return total
+
+
+PHILOX_ROUNDS = 7
+"""Rounds of the generator behind the dropout mask: the fewest that pass the statistical tests."""
 
 
 def drop_threshold(dropout_p: float) -> int:

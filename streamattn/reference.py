@@ -3,8 +3,8 @@
 It reads as the algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the online softmax of Milakov
 and Gimelshein (2018, arXiv:1805.02867): queries and keys are walked tile by tile, a running maximum ``m`` and
 denominator ``l`` rescale the accumulator, and the backward recomputes the probabilities from ``lse``. It
-defines what the fused kernels must return, and it serves what they can't: float64 and long float32 rows on a
-GPU; dropout, softcap, Dv != D, and gradients through ``lse`` or into a mask on the CPU; empty tensors.
+defines what the fused kernels must return, and it serves what they can't: float64 and a head_dim above 256 on
+a GPU; dropout, softcap, Dv != D, and gradients through ``lse`` or into a mask on the CPU; empty tensors.
 
 Shapes: ``q`` [B, Hq, Tq, D], ``k`` [B, Hkv, Tk, D], ``v`` [B, Hkv, Tk, Dv], ``attn_mask`` 4-D with each
 dimension full or 1, segments int32 [B, Tq] and [B, Tk], ``kv_lengths`` [B]; arguments are validated by
@@ -25,7 +25,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from streamattn.pattern import drop_threshold, kv_span, kv_span_full, visible
+from streamattn.pattern import PHILOX_ROUNDS, drop_threshold, kv_span, kv_span_full, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +33,6 @@ R = TypeVar("R")
 BLOCK_M = 256
 BLOCK_N = 512
 
-PHILOX_ROUNDS = 7
 _PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 _U32 = 0xFFFFFFFF
@@ -44,10 +43,13 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """An uninitialised ``out`` [B, Hq, Tq, Dv], stored [B, Tq, Hq, Dv]: merging the heads is a view."""
-    batch, num_heads, q_len, _ = q.shape
-    return q.new_empty((batch, q_len, num_heads, v.shape[-1])).transpose(1, 2)
+def heads_last(x: Tensor, head_dim: int) -> Tensor:
+    """An uninitialised tensor of x's dtype, batch, heads and length, stored [B, T, H, head_dim].
+
+    Merging the heads of an output stored so is a view.
+    """
+    batch, num_heads, length, _ = x.shape
+    return x.new_empty((batch, length, num_heads, head_dim)).transpose(1, 2)
 
 
 def _philox_words(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> list[Tensor]:
@@ -232,12 +234,15 @@ class _Tiling:
             kv_len = self.kv_lengths.clamp(0, self.kv_len).view(-1, 1, 1, 1, 1)
         seen = visible(i, j, self.q_len, kv_len, *self.window)
         if self.q_segments is not None and self.kv_segments is not None:
-            own = self.q_segments[:, m0:m1].view(self.batch, 1, 1, -1, 1)
-            theirs = self.kv_segments[:, n0:n1].view(self.batch, 1, 1, 1, -1)
+            own = self.q_segments[:, None, None, m0:m1, None]
+            theirs = self.kv_segments[:, None, None, None, n0:n1]
             seen = seen & (own == theirs) & (own >= 0)
         if self.attn_mask is not None:
             mask = self.mask_tile(self.attn_mask, m0, m1, n0, n1)
-            seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+            if mask.dtype != torch.bool:  # a NaN does not hide, it shows in the result
+                limit = max(torch.finfo(mask.dtype).min / 2, torch.finfo(self.dtype).min)
+                mask = ~(mask.to(self.dtype) <= limit)
+            seen = seen & mask
         return seen
 
     def alive_rows(self, m0: int, m1: int) -> Tensor:
@@ -305,7 +310,7 @@ def attention_forward(
         softcap,
         dropout_p,
     )
-    out = empty_out(q, v)
+    out = heads_last(q, v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=tiling.dtype)
     for m0, m1 in tiling.q_tiles():
         q_tile = tiling.rows(q, m0, m1)
@@ -388,7 +393,7 @@ def attention_backward(
         dmask = torch.zeros(attn_mask.shape, dtype=tiling.dtype, device=q.device)
     delta = row_delta(dout, dlse, out)
     for m0, m1 in tiling.q_tiles():
-        alive = tiling.rows((lse > -math.inf).unsqueeze(-1), m0, m1) > 0
+        alive = tiling.rows((lse != -math.inf).unsqueeze(-1), m0, m1) > 0
         if sinks is not None:  # lse tells nothing: a sink far above the scores rounds them away
             alive = tiling.alive_rows(m0, m1)
         q_tile = torch.where(alive, tiling.rows(q, m0, m1), 0.0)

@@ -9,16 +9,24 @@ import torch
 
 from streamattn import dispatch
 from streamattn.dispatch import Backend, choose, unavailable, unsupported
+from streamattn.pattern import UNBOUNDED
 
 CPU = torch.device("cpu")
-PLAIN: dict[str, Any] = {"softcap": 0.0, "dropout_p": 0.0}
+PLAIN: dict[str, Any] = {
+    "plain": True,
+    "scale": 0.25,
+    "window_left": UNBOUNDED,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+}
 
 
-def qv(
+def qkv(
     head_dim: int = 16, value_dim: int = 16, *, q_len: int = 8, kv_len: int = 8, device: str = "cpu", **kwargs
 ):
     q = torch.empty(1, 2, q_len, head_dim, device=device, **kwargs)
-    return q, torch.empty(1, 2, kv_len, value_dim, device=device, **kwargs)
+    k = torch.empty(1, 2, kv_len, head_dim, device=device, **kwargs)
+    return q, k, torch.empty(1, 2, kv_len, value_dim, device=device, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +47,12 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto_on_the_cpu_is_pytorchs_fused_attention_where_it_can(shapes, options, want):
-    assert choose(Backend.AUTO, *qv(**shapes), **(PLAIN | options)) is want
+    assert choose(Backend.AUTO, *qkv(**shapes), **(PLAIN | options)) is want
 
 
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.SDPA])
 def test_an_explicit_backend_is_taken(backend):
-    assert choose(backend, *qv(), **PLAIN) is backend
+    assert choose(backend, *qkv(), **PLAIN) is backend
 
 
 @pytest.mark.parametrize(
@@ -60,17 +68,17 @@ def test_an_explicit_backend_is_taken(backend):
     ],
 )
 def test_a_backend_that_can_not_says_why_and_what_else(backend, shapes, options, reason):
-    q, v = qv(**shapes)
-    said = unsupported(backend, q, v, **(PLAIN | options))
+    q, k, v = qkv(**shapes)
+    said = unsupported(backend, q, k, v, **(PLAIN | options))
     assert said is not None
     assert reason in said
     with pytest.raises(ValueError, match=f"{backend.value}.*{reason}.*auto"):
-        choose(backend, q, v, **(PLAIN | options))
+        choose(backend, q, k, v, **(PLAIN | options))
 
 
 def test_the_reference_serves_every_call():
-    q, v = qv(300, 7, dtype=torch.float64)
-    assert unsupported(Backend.REFERENCE, q, v, softcap=1.0, dropout_p=0.5) is None
+    q, k, v = qkv(300, 7, dtype=torch.float64)
+    assert unsupported(Backend.REFERENCE, q, k, v, **(PLAIN | {"softcap": 1.0, "dropout_p": 0.5})) is None
 
 
 @pytest.mark.parametrize(
@@ -87,15 +95,15 @@ def test_limits_of_triton_in_the_interpreter(shapes, reason, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     assert unavailable(Backend.TRITON, CPU) is None
-    said = unsupported(Backend.TRITON, *qv(**shapes), **PLAIN)
+    said = unsupported(Backend.TRITON, *qkv(**shapes), **PLAIN)
     assert said is not None
     assert reason in said
-    assert unsupported(Backend.TRITON, *qv(256, 1), **PLAIN) is None
+    assert unsupported(Backend.TRITON, *qkv(256, 1), **PLAIN) is None
 
 
 def test_the_interpreter_changes_no_default(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose(Backend.AUTO, *qv(), **PLAIN) is Backend.SDPA
+    assert choose(Backend.AUTO, *qkv(), **PLAIN) is Backend.SDPA
 
 
 def test_triton_is_named_where_it_is_missing(monkeypatch):
@@ -119,6 +127,74 @@ def test_gpus_older_than_ampere_are_refused(capability, serves, monkeypatch):
         assert "7.5" in said
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"),
+    [
+        ((9, 0), (3, 6), None),
+        ((9, 0), (3, 9), None),
+        ((8, 0), (3, 6), "9.0"),
+        ((10, 0), (3, 6), "9.0"),
+        ((9, 0), (3, 5), "Triton 3.6 to 3.9, got 3.5"),
+        ((9, 0), (3, 10), "Triton 3.6 to 3.9, got 3.10"),
+    ],
+)
+def test_the_hopper_kernel_is_for_one_capability_and_some_tritons(capability, version, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: capability)
+    monkeypatch.setattr(dispatch, "_triton_version", lambda: version)
+    said = unavailable(Backend.HOPPER, torch.device("cuda:0"))
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+def test_the_interpreter_runs_no_gluon(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    said = unavailable(Backend.HOPPER, CPU)
+    assert said is not None
+    assert "NVIDIA GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        ({}, {}, None),
+        ({"q_len": 64}, {}, None),
+        ({"head_dim": 256, "value_dim": 256}, {}, None),
+        ({}, {"plain": False}, "mask"),
+        ({}, {"softcap": 1.0}, "softcap"),
+        ({}, {"dropout_p": 0.1}, "dropout"),
+        ({}, {"scale": 0.0}, "positive scale"),
+        ({"dtype": torch.float32}, {}, "float32"),
+        ({"value_dim": 128}, {}, "64 and 128"),
+        ({"head_dim": 68, "value_dim": 68}, {}, "multiple of 8"),
+        ({"head_dim": 32, "value_dim": 32}, {}, "32"),
+        ({"q_len": 63}, {}, "63"),
+        ({"kv_len": 0}, {}, "empty"),
+        ({"kv_len": 129}, {"window_left": 0}, "no query sees"),
+        ({"kv_len": 129}, {"window_left": 1}, None),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_kernel_takes(shapes, options, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    shapes = {"head_dim": 64, "value_dim": 64, "q_len": 128, "kv_len": 128, "dtype": torch.float16} | shapes
+    said = unsupported(Backend.HOPPER, *qkv(**shapes), **(PLAIN | options))
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+def test_the_hopper_kernel_reads_whole_16_bytes(monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    q, _, v = qkv(64, 64, q_len=128, kv_len=128, dtype=torch.float16)
+    store = torch.empty(2 * 128 * 68 + 8, dtype=torch.float16)
+    for shift, row, head in ((1, 64, 128 * 64), (0, 68, 128 * 64), (0, 64, 0), (0, 64, 4)):
+        x = store.as_strided((1, 2, 128, 64), (1, head, row, 1), shift)
+        said = unsupported(Backend.HOPPER, q, x, v, **PLAIN)
+        assert said is not None
+        assert "16 bytes" in said
+    aligned = store.as_strided((1, 2, 128, 64), (1, 64, 128, 1), 8)
+    assert unsupported(Backend.HOPPER, q, aligned, v, **PLAIN) is None
+
+
 def test_every_name_is_a_backend():
     assert set(dispatch.BACKEND_NAMES) == {backend.value for backend in Backend}
-    assert {"auto", "reference", "sdpa", "triton"} <= set(dispatch.BACKEND_NAMES)
+    assert {"auto", "reference", "sdpa", "triton", "hopper"} <= set(dispatch.BACKEND_NAMES)

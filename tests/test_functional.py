@@ -12,6 +12,7 @@ from torch import Tensor
 
 from streamattn import attention, flash_attention
 from streamattn.dispatch import Backend, unsupported
+from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, run
 from tests.oracle import attend, kept_probability, visible_pairs
 from tests.pairwise import pairwise
@@ -49,7 +50,11 @@ def serves(backend: str, inputs: Inputs) -> bool:
     reason = unsupported(
         Backend(backend),
         inputs.q,
+        inputs.k,
         inputs.v,
+        plain=False,
+        scale=1.0,
+        window_left=UNBOUNDED,
         softcap=options.get("softcap", 0.0),
         dropout_p=options.get("dropout_p", 0.0),
     )
@@ -516,3 +521,51 @@ def test_a_default_device_elsewhere_is_no_matter(options):
         got = run_attention(inputs)
     for name, x in want.tensors.items():
         assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_float64_entry_too_low_for_float32_hides(backend, sinks):
+    """It is above half of float64's minimum, and -inf once it is added in float32."""
+    inputs = Case(sinks=sinks).build()
+    mask = torch.zeros(8, 8, dtype=torch.float64)
+    mask[1] = mask[:, 3] = -1e39
+    inputs.options["attn_mask"] = mask > -1.0
+    want = expected(inputs)
+    inputs.options["attn_mask"] = mask
+    with torch.no_grad():
+        inputs.k[:, :, 3] = inputs.v[:, :, 3] = torch.nan
+    got = run_attention(inputs, backend=backend)
+    assert sinks or (got["lse"][:, :, 1] == -torch.inf).all()
+    judge(got, want, torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_nan_in_a_mask_shows_in_its_row(mask_dtype, sinks, backend):
+    inputs = Case(sinks=sinks).build()
+    mask = torch.zeros(8, 8, dtype=mask_dtype)
+    mask[2, 5] = torch.nan
+    inputs.options["attn_mask"] = mask
+    got = run_attention(inputs, backend=backend)
+    for name in ("out", "lse", "dq"):
+        rows = got[name].isnan() if name == "lse" else got[name].isnan().all(-1)
+        assert rows[..., 2].all(), name
+        assert not rows[..., [0, 1, 3, 4, 5, 6, 7]].any(), name
+    assert got["dv"].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"lengths": "ragged"}, {"mask": "trained"}, {"sinks": True}], ids=str
+)
+def test_an_empty_batch(options, segmented, backend):
+    inputs = Case(batch=0, causal=True, **options).build()
+    if segmented:
+        inputs.options["segment_ids"] = torch.zeros(0, 8, dtype=torch.int32)
+    got = run_attention(inputs, backend=backend)
+    assert got["out"].shape == inputs.q.shape
+    assert got["lse"].shape == (0, 2, 8)
+    assert (got["dq"].shape, got["dk"].shape) == (inputs.q.shape, inputs.k.shape)

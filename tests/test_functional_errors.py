@@ -76,6 +76,18 @@ BAD = {
         {"q": randn(2, 4, 8, 0), "k": randn(2, 2, 8, 0)},
         ["head_dim", "[2, 4, 8, 0]"],
     ),
+    "no heads": (ValueError, {"q": randn(2, 0, 8, 16)}, ["heads", "positive multiple", "0 and 2"]),
+    "no heads, no batch": (
+        ValueError,
+        {"q": randn(0, 8, 16), "k": randn(2, 8, 16), "v": randn(2, 8, 16)},
+        ["0 and 2"],
+    ),
+    "q is a list": (TypeError, {"q": [[1.0]]}, ["q", "Tensor", "list"]),
+    "k is sparse": (
+        TypeError,
+        {"k": randn(2, 2, 8, 16).to_sparse()},
+        ["k", "dense", "sparse_coo", "k.to_dense()"],
+    ),
     "window 0": (ValueError, {"window_size": 0}, ["window_size", "positive", "0"]),
     "window negative": (ValueError, {"window_size": -1}, ["window_size", "positive", "-1"]),
     "window side negative": (ValueError, {"window_size": (-2, 0)}, ["window_size", "-1", "(-2, 0)"]),
@@ -102,6 +114,15 @@ BAD = {
     "scale nan": (ValueError, {"scale": float("nan")}, ["scale", "finite", "nan"]),
     "scale infinite": (ValueError, {"scale": float("inf")}, ["scale", "finite", "inf"]),
     "scale minus infinity": (ValueError, {"scale": float("-inf")}, ["scale", "finite", "inf"]),
+    "scale above float32": (ValueError, {"scale": -1e39}, ["scale", "float32", "-1e+39"]),
+    "scale a huge integer": (ValueError, {"scale": 10**400}, ["scale", "float32", "1000"]),
+    "scale a list": (TypeError, {"scale": [1]}, ["scale", "number", "list"]),
+    "scale complex": (TypeError, {"scale": 1j}, ["scale", "number", "complex"]),
+    "softcap above float32": (ValueError, {"softcap": 1e39}, ["softcap", "float32", "1e+39"]),
+    "softcap below float32": (ValueError, {"softcap": 1e-50}, ["softcap", "float32", "1e-50"]),
+    "softcap a list": (TypeError, {"softcap": [1.0]}, ["softcap", "number", "list"]),
+    "softcap a bool": (TypeError, {"softcap": False}, ["softcap", "number", "bool"]),
+    "dropout a list": (TypeError, {"dropout_p": [0.1]}, ["dropout_p", "number", "list"]),
     "scale is a tensor": (TypeError, {"scale": torch.tensor(0.1)}, ["scale", "number", "Tensor"]),
     "mask integer": (
         TypeError,
@@ -114,6 +135,11 @@ BAD = {
         ["attn_mask", "bool", "uint8"],
     ),
     "mask a list": (TypeError, {"attn_mask": [[True]]}, ["attn_mask", "Tensor", "list"]),
+    "mask sparse": (
+        TypeError,
+        {"attn_mask": torch.zeros(8, 8).to_sparse()},
+        ["attn_mask", "dense", "sparse_coo", "to_dense()"],
+    ),
     "mask too short": (
         ValueError,
         {"attn_mask": torch.ones(8, 7).bool()},
@@ -142,6 +168,11 @@ BAD = {
     "lengths float": (TypeError, {"kv_lengths": torch.ones(2)}, ["kv_lengths", "int32", "float32"]),
     "lengths a list": (TypeError, {"kv_lengths": [8, 8]}, ["kv_lengths", "int32", "list"]),
     "lengths an int": (TypeError, {"kv_lengths": 8}, ["kv_lengths", "int32", "int"]),
+    "lengths elsewhere": (
+        ValueError,
+        {"kv_lengths": torch.zeros(2, dtype=torch.int32, device="meta")},
+        ["kv_lengths", "meta", "cpu"],
+    ),
     "lengths of three": (ValueError, {"kv_lengths": torch.tensor([8, 8, 8])}, ["kv_lengths", "[2]", "[3]"]),
     "lengths a scalar": (ValueError, {"kv_lengths": torch.tensor(8)}, ["kv_lengths", "[2]", "[]"]),
     "lengths a mask": (ValueError, {"kv_lengths": torch.ones(2, 8).int()}, ["kv_lengths", "[2]", "[2, 8]"]),
@@ -237,6 +268,11 @@ def test_options_of_unbatched_inputs_are_unbatched(options, words):
 def test_flash_attention_wants_matrices():
     with pytest.raises(ValueError, match=r"\[Tq, D\]"):
         flash_attention(randn(1, 8, 16), randn(1, 8, 16), randn(1, 8, 16))
+
+
+def test_flash_attention_wants_tensors():
+    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got list"):
+        flash_attention([[1.0]], randn(8, 16), randn(8, 16))  # pyright: ignore[reportArgumentType]
 
 
 def test_mixed_dtypes_are_cast_only_under_autocast():

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "streamattn.data": (),
     "streamattn.job": (),
     "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job"),
-    "streamattn.bench*": ("streamattn.functional",),
+    "streamattn.bench*": ("streamattn.functional", "streamattn.pattern"),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
     "streamattn": ("streamattn.functional", "streamattn.module"),

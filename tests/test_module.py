@@ -561,3 +561,20 @@ def test_a_half_precision_padding_mask_hides_beside_a_float32_mask() -> None:
     padding = torch.tensor([[0.0, torch.finfo(torch.float16).min, 0.0]]).half()
     out, _ = layer(torch.randn(1, 2, 8), key, key, key_padding_mask=padding, attn_mask=torch.zeros(2, 3))
     assert out.isfinite().all()
+
+
+def test_a_mask_hides_in_the_weights_as_in_the_output() -> None:
+    """A NaN shows in its row; an entry that float32 can't hold hides, whatever the mask's own dtype holds."""
+    layer = StreamMultiHeadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 4, 8)
+    mask = torch.zeros(4, 4, dtype=torch.float64)
+    mask[0, 1] = torch.nan
+    mask[1] = mask[2, 3] = -1e39
+    out, weights = layer(x, x, x, attn_mask=mask)
+    assert weights is not None
+    assert (
+        weights.isnan().all(-1)[0].tolist() == out.isnan().all(-1)[0].tolist() == [True, False, False, False]
+    )
+    assert not weights[0, 1].any()
+    torch.testing.assert_close(weights[0, 2:].sum(-1), torch.ones(2))
+    assert weights[0, 2, 3] == 0.0

@@ -77,6 +77,15 @@ X = torch.zeros(5, 2, 8)  # length 5, batch 2
             TypeError,
             "attn_mask must be bool .* got torch.int64",
         ),
+        (([[0.0]], X, X), {}, TypeError, "query must be a torch.Tensor, got list"),
+        ((X, X, None), {}, TypeError, "value must be a torch.Tensor, got NoneType"),
+        ((X, X, X), {"attn_mask": [[0.0]]}, TypeError, "attn_mask must be a torch.Tensor, got list"),
+        (
+            (X, X, X),
+            {"key_padding_mask": [0]},
+            TypeError,
+            "key_padding_mask must be a torch.Tensor, got list",
+        ),
         ((X, X, X), {"key_padding_mask": torch.zeros(2, 5).byte()}, TypeError, "got torch.uint8; convert"),
     ],
 )

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -319,6 +321,115 @@ def test_float64_stays_float64_under_autocast():
         out = attention(inputs.q, inputs.k, inputs.v)
     assert out.dtype == torch.float64
     torch.testing.assert_close(out, attend(inputs.q, inputs.k, inputs.v)[0], rtol=0, atol=1e-12)
+
+
+BATCHED = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (1, 2)},
+    "lengths": {"kv_lengths": torch.tensor([3, 8])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched_gradients_are_those_one_by_one(name, result, backend):
+    inputs = Case(q_heads=2, kv_heads=2).build(torch.float64)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    y = attention(*leaves, **BATCHED[name], return_lse=True, backend=backend)[result]
+    douts = torch.randn(3, *y.shape, dtype=torch.float64)
+    got = torch.autograd.grad(y, leaves, douts, is_grads_batched=True, retain_graph=True, allow_unused=True)
+    single = [torch.autograd.grad(y, leaves, dout, retain_graph=True) for dout in douts]
+    for left, right in zip(got, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(left, torch.stack(right), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_vectorized_jacobian_is_the_jacobian(backend):
+    inputs = Case(batch=1, q_len=3, kv_len=3, head_dim=4).build(torch.float64)
+    k, v = inputs.k.detach(), inputs.v.detach()
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, backend=backend)
+
+    jacobian = torch.autograd.functional.jacobian
+    got, want = (jacobian(call, inputs.q.detach(), vectorize=vectorize) for vectorize in (True, False))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_vmap_over_lengths():
+    inputs = Case().build(torch.float64)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    lengths = torch.tensor([[1, 2], [3, 8]])
+    got = torch.vmap(lambda x: attention(q, k, v, kv_lengths=x))(lengths)
+    want = torch.stack([attend(q, k, v, kv_lengths=x)[0] for x in lengths])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_a_trace_holds_the_operator(tracing_mode, pre_dispatch):
+    inputs = Case(causal=True).build()
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True)
+
+    graph = make_fx(call, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)(q, k, v)
+    targets = {node.target for node in graph.graph.nodes}
+    assert torch.ops.streamattn.attention_forward.default in targets
+    assert torch.equal(graph(q, k, v), call(q, k, v))
+
+
+def test_a_function_mode_sees_the_operator():
+    class Listens(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[str] = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.heard.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    inputs = Case().build()
+    with Listens() as mode:
+        attention(inputs.q, inputs.k, inputs.v)
+    assert any("streamattn" in name for name in mode.heard)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_window_that_follows_the_length(strict):
+    class Windowed(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            half = q.shape[2] // 2
+            return attention(q, k, v, window_size=half), attention(q, k, v, window_size=(half, 1))
+
+    length = torch.export.Dim("length", min=2, max=64)
+    example = tuple(torch.randn(2, 2, 8, 16) for _ in range(3))
+    shapes = ({2: length},) * 3
+    exported = torch.export.export(Windowed(), example, dynamic_shapes=shapes, strict=strict).module()
+    longer = tuple(torch.randn(2, 2, 21, 16) for _ in range(3))
+    for got, want in zip(exported(*longer), Windowed()(*longer), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("carrier", [0, 1, 2])
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused_by_the_operators_themselves(carrier, grad):
+    inputs = Case().build(torch.float64)
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in op_arguments(inputs)]
+    out, lse = torch.ops.streamattn.attention_forward(*arguments)
+    with forward_ad.dual_level():
+        x = arguments[carrier].clone().requires_grad_(grad)
+        arguments[carrier] = forward_ad.make_dual(x, torch.randn_like(x))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.ops.streamattn.attention_forward(*arguments)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.ops.streamattn.attention_backward(
+                torch.ones_like(out), None, *arguments[:3], out, lse, *arguments[3:], False, False
+            )
 
 
 def test_checkpointing_replays_the_same_dropout_mask():

@@ -3,8 +3,8 @@
 ``python -m streamattn.bench.kernels --csv results.csv``. The work is that of FlashAttention's benchmarks: a
 constant number of tokens, heads times head_dim constant, storage [B, S, H, D], random data. Each case is
 first checked against the float64 reference on one (batch, head); a wrong result stops the run. Times are
-medians of CUDA events around single calls. TFLOP/s count 4 * S * S * D multiply-adds' operations a head
-forward (half of it causal) and 2.5 times that backward. Left out on purpose: whole models, CPU timings.
+medians of CUDA events around single calls. TFLOP/s count 4 * D operations for each visible pair of query and
+key forward, and 2.5 times that backward. Left out on purpose: whole models, CPU timings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streamattn.functional import attention
+from streamattn.pattern import UNBOUNDED, count_pairs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PEERS = {
@@ -123,7 +124,8 @@ def measure(
     forward = median_ms(lambda: call(q, k, v), repeats)
     backward = median_ms(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), repeats)
     batch, num_heads, seq_len, head_dim = q.shape
-    flops = 4 * batch * num_heads * seq_len**2 * head_dim / (2 if causal else 1)
+    pairs = count_pairs(seq_len, seq_len, UNBOUNDED, 0 if causal else UNBOUNDED)
+    flops = 4 * batch * num_heads * head_dim * pairs
     return Row(
         device=torch.cuda.get_device_name(q.device),
         torch=torch.__version__,

@@ -29,6 +29,7 @@ from streamattn.kernels.launch import (
 from streamattn.kernels.primitives import (
     INSIDE,
     LOG2E,
+    SCAN,
     UNBOUNDED,
     dot_add,
     dot_rows,
@@ -43,6 +44,7 @@ from streamattn.kernels.primitives import (
     segment_range,
     segment_span,
     store_rows,
+    valid_length,
 )
 
 
@@ -124,7 +126,6 @@ def attention_bwd_dq_kernel(
     HAS_DLSE: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     """dq [B, Hq, Tq, D], and lse2 and delta [B, Hq, stride_row_stats], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -164,11 +165,7 @@ def attention_bwd_dq_kernel(
     # under a sink lse does not tell which rows see no key: one far above the scores rounds them away
     sees = tl.zeros([BLOCK_M], tl.int32)
 
-    length = kv_len
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
-            tl.int32
-        )
+    length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
     left = window_left if HAS_LEFT else UNBOUNDED
     right = window_right if HAS_RIGHT else UNBOUNDED
     i_last = min(i_first + BLOCK_M, q_len) - 1
@@ -274,7 +271,7 @@ def attention_bwd_dq_kernel(
     tl.store(delta_ptr + rows, delta)
     dq *= scale
     if EMPTY_ROWS:
-        dq = tl.where((lse2 < float("inf"))[:, None], dq, 0.0)
+        dq = tl.where((lse2 != float("inf"))[:, None], dq, 0.0)
     store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM)
 
 
@@ -349,7 +346,6 @@ def attention_bwd_dkdv_kernel(
     EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     """dk [B, Hkv, Tk, D] and dv [B, Hkv, Tk, Dv], BLOCK_N keys of one key head a program."""
     num_kv_heads = num_heads // group
@@ -364,11 +360,7 @@ def attention_bwd_dkdv_kernel(
     dk_ptr += b64 * stride_dk_b + kv_head.to(tl.int64) * stride_dk_h
     dv_ptr += b64 * stride_dv_b + kv_head.to(tl.int64) * stride_dv_h
 
-    length = kv_len
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
-            tl.int32
-        )
+    length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
     left = window_left if HAS_LEFT else UNBOUNDED
     right = window_right if HAS_RIGHT else UNBOUNDED
     n_start = tile_n * BLOCK_N
@@ -454,7 +446,7 @@ def attention_bwd_dkdv_kernel(
                     lse2 = tl.load(lse2_ptr + row_offset + rows)
                     delta = tl.load(delta_ptr + row_offset + rows)
                     if EMPTY_ROWS and phase != INSIDE:
-                        alive = lse2 < float("inf")
+                        alive = lse2 != float("inf")
                         q = tl.where(alive[:, None], q, 0.0)
                         dout = tl.where(alive[:, None], dout, 0.0)
                         delta = tl.where(alive, delta, 0.0)
@@ -559,7 +551,6 @@ def attention_backward(
             HAS_DLSE=dlse is not None,
             HAS_SINKS=sinks is not None,
             EMPTY_ROWS=empty_rows,
-            SCAN=1024,
         )
 
     def dkdv_arguments() -> tuple[int, dict[str, Any]]:
@@ -573,7 +564,6 @@ def attention_backward(
             stride_row_stats=padded,
             heads_per_group=heads_per_group(q, window_right),
             EMPTY_ROWS=empty_rows,
-            SCAN=1024,
         )
 
     key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)

@@ -69,10 +69,15 @@ def _strips(
         if attn_mask is not None:
             extra = attn_mask[:, :, m0:m1] if attn_mask.shape[2] > 1 else attn_mask
             extra = extra[..., n0:n1] if extra.shape[3] > 1 else extra
-            seen = seen & (extra if extra.dtype == torch.bool else extra > torch.finfo(extra.dtype).min / 2)
+            if extra.dtype == torch.bool:
+                seen = seen & extra
+            else:  # a NaN does not hide, it shows in the result
+                limit = max(torch.finfo(extra.dtype).min / 2, torch.finfo(dtype).min)
+                extra = extra.to(dtype)
+                seen = seen & ~(extra <= limit)
         bias = torch.zeros(seen.shape, dtype=dtype, device=q.device)
         if extra is not None and extra.dtype != torch.bool:
-            bias = bias + extra.to(dtype)
+            bias = bias + extra
         yield slice(m0, m1), slice(n0, n1), seen, bias.masked_fill(~seen, -math.inf)
 
 
@@ -115,11 +120,8 @@ def attention_forward(
     if _is_plain(q, k, masks, scale, window_left, window_right):
         out, lse = _flash(q, k, v, 0.0, window_right == 0, scale=scale)
         return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
-    batch, num_heads, q_len, head_dim = q.shape
-    out = q.new_empty((batch, q_len, num_heads, head_dim)).transpose(1, 2)
-    lse = q.new_empty(
-        (batch, num_heads, q_len), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
-    )
+    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
         k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
         out_strip, lse_strip = _flash(

@@ -30,6 +30,7 @@ from streamattn.kernels.primitives import (
     INSIDE,
     LN2,
     LOG2E,
+    SCAN,
     UNBOUNDED,
     dot_add,
     dot_rows,
@@ -43,6 +44,7 @@ from streamattn.kernels.primitives import (
     segment_span,
     store_rows,
     tanh,
+    valid_length,
     visible,
 )
 
@@ -109,7 +111,6 @@ def attention_fwd_kernel(
     HAS_SINKS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -130,11 +131,7 @@ def attention_fwd_kernel(
     cols_dv = tl.arange(0, BLOCK_DV)
     q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
 
-    length = kv_len
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
-            tl.int32
-        )
+    length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
     left = window_left if HAS_LEFT else UNBOUNDED
     right = window_right if HAS_RIGHT else UNBOUNDED
     i_last = min(i_first + BLOCK_M, q_len) - 1
@@ -218,8 +215,10 @@ def attention_fwd_kernel(
                         if MASK_KIND == 1:
                             seen = seen & (entry != 0)
                         else:
-                            seen = seen & row_mask[:, None] & (entry > hidden_below)
-                            s += entry.to(tl.float32)
+                            # the interpreter compares bfloat16 by its bits, and hidden_below is a float32
+                            entry = entry.to(tl.float32)
+                            seen = seen & row_mask[:, None] & ~(entry <= hidden_below)
+                            s += entry
                 if not FOLD_SCALE:
                     s *= LOG2E
                 if phase != INSIDE:
@@ -274,7 +273,6 @@ def attention_forward(
             **strides("out", out),
             heads_per_group=heads_per_group(k, window_right),
             HAS_SINKS=sinks is not None,
-            SCAN=1024,
         )
 
     pointers = (q, k, v, out, lse, *mask_pointers(*masks, seed), sinks)

@@ -64,6 +64,33 @@ def strides(name: str, x: Tensor | None) -> dict[str, int]:
     return dict(zip((f"stride_{name}_b", f"stride_{name}_h", f"stride_{name}_t"), values, strict=True))
 
 
+class View(NamedTuple):
+    """A tensor that a kernel reads or writes by TMA: what Triton's launcher asks of a `TensorDescriptor`.
+
+    A descriptor itself checks more than a launch that has gone well before needs, at 10 microseconds each.
+    """
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+
+    @classmethod
+    def of(cls, x: Tensor) -> View:
+        """Of x [B, H, T, D] with a unit last stride."""
+        # the stride of a dimension of size 1 may be anything; an encoded one is a whole number of 16 bytes
+        strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+        return cls(x, tuple(x.shape), (*strides, 1))
+
+    def data_ptr(self) -> int:
+        """Address of the tensor."""
+        return self.base.data_ptr()
+
+    def get_device(self) -> int:
+        """Index of the tensor's GPU."""
+        return self.base.get_device()
+
+
 class _Plan(NamedTuple):
     run: Callable[..., None]  # the compiled kernel's launcher
     before: tuple[Any, ...]  # its arguments before the stream: the grid
@@ -78,7 +105,7 @@ _MAX_PLANS = 4096
 def launch(
     kernel: Any,
     key: Hashable,
-    pointers: tuple[Tensor | None, ...],
+    pointers: tuple[Tensor | View | None, ...],
     arguments: Callable[[], tuple[int, dict[str, Any]]],
 ) -> None:
     """Launches a kernel on the current device, which is the tensors'.
@@ -87,7 +114,8 @@ def launch(
         kernel: a jitted function.
         key: determines, with kernel, device and the tensors' alignment, all that ``arguments`` returns.
         pointers: the kernel's first parameters, all of its tensors; None where a feature is off.
-        arguments: returns the number of programs, and the other parameters with the launch options.
+        arguments: returns the number of programs, and the other parameters with the launch options; among
+            them the descriptor of each `View`, under the name of its parameter.
     """
     unaligned = 0
     for x in pointers:
@@ -104,9 +132,9 @@ def launch(
     programs, others = arguments()
     grid = (programs, 1, 1)
     names = kernel.arg_names
-    named = dict(zip(names, pointers, strict=False))
+    named = {**dict(zip(names, pointers, strict=False)), **others}
     # Triton 3.10 turns fusion off by default; without it products and sums round twice
-    compiled = kernel[grid](**named, **others, enable_fp_fusion=True)
+    compiled = kernel[grid](**named, enable_fp_fusion=True)
     if compiled is None:
         return  # the interpreter compiles nothing
     if len(_plans) >= _MAX_PLANS:
@@ -189,7 +217,7 @@ def call_arguments(
             for stride, size in zip(attn_mask.stride(), attn_mask.shape, strict=True)
         )
         if mask_kind == ADDITIVE_MASK:
-            hidden_below = torch.finfo(attn_mask.dtype).min / 2
+            hidden_below = max(torch.finfo(attn_mask.dtype).min / 2, torch.finfo(torch.float32).min)
     return dict(
         **strides("q", q),
         **strides("k", k),

@@ -30,6 +30,7 @@ from streamattn.kernels.primitives import (
     kv_span,
     load_rows,
     probabilities,
+    valid_length,
 )
 
 
@@ -129,11 +130,7 @@ def attention_bwd_dmask_kernel(
         rescale = 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for b in range(b_start, b_stop):
-        length = kv_len
-        if HAS_LENGTHS:
-            length = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + b * stride_kv_lengths), 0), kv_len).to(
-                tl.int32
-            )
+        length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
         first_seen = max(length - q_len - left, 0)
         for h in range(h_start, h_stop):
             b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)

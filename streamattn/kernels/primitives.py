@@ -13,11 +13,12 @@ from streamattn import pattern
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-PHILOX_ROUNDS = tl.constexpr(7)
+PHILOX_ROUNDS = tl.constexpr(pattern.PHILOX_ROUNDS)
 UNBOUNDED = tl.constexpr(pattern.UNBOUNDED)
 # a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
 # all are visible, and the other edge
 INSIDE = tl.constexpr(1)
+SCAN = tl.constexpr(1024)  # segment ids that are searched at once
 
 
 def _jit(rule):
@@ -47,6 +48,15 @@ def schedule(pid, num_tiles, num_heads, heads_per_group):
     size = min(num_heads - first_head, heads_per_group)
     within = pid - group * num_tiles * heads_per_group
     return within // size, first_head + within % size
+
+
+@triton.jit
+def valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS: tl.constexpr):
+    """Keys of sequence b that are filled, int32: kv_lengths[b] clamped to [0, kv_len], or kv_len."""
+    if HAS_LENGTHS:
+        length = tl.load(kv_lengths_ptr + b * stride_kv_lengths)
+        return tl.minimum(tl.maximum(length, 0), kv_len).to(tl.int32)
+    return kv_len
 
 
 @triton.jit
@@ -191,8 +201,10 @@ def probabilities(
             if MASK_KIND == 1:
                 seen = seen & (entry != 0)
             else:
-                seen = seen & row_mask & (entry > hidden_below)
-                s += entry.to(tl.float32)
+                # the interpreter compares bfloat16 by its bits, and hidden_below is a float32
+                entry = entry.to(tl.float32)
+                seen = seen & row_mask & ~(entry <= hidden_below)
+                s += entry
     if not FOLD_SCALE:
         s *= LOG2E
     p = tl.exp2(s - lse2)

@@ -81,3 +81,54 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, de
     if not dense_mask:
         return tile
     return Tile(min(tile.BLOCK_M, 64), min(tile.BLOCK_N, 64), 4 if head_dim <= 128 else 8, 1)
+
+
+HOPPER_BLOCK_M = 64
+"""Queries of one consumer of the Hopper kernels: the rows of a warpgroup's product."""
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """One row of the Hopper kernels' table.
+
+    Attributes:
+        CONSUMERS: warpgroups of a program that compute, 2 to 4, each on `HOPPER_BLOCK_M` queries.
+        BLOCK_N: keys of a tile.
+        BLOCK_D: head dimension, padded.
+        STAGES: buffers for tiles of keys, and as many for values; at most 4, as each takes a named barrier.
+        REGISTERS: of a thread of a consumer.
+        OVERLAP: whether a tile's exponentials run during the product of the tile before.
+        SHARED_OUT: whether the output leaves through q's buffer, for want of shared memory.
+    """
+
+    CONSUMERS: int
+    BLOCK_N: int
+    BLOCK_D: int
+    STAGES: int
+    REGISTERS: int
+    OVERLAP: bool
+    SHARED_OUT: bool
+
+
+_WIDE_64 = HopperTile(3, 128, 64, 3, 160, True, False)  # fastest where a row of keys is long
+_TALL_64 = HopperTile(4, 64, 64, 4, 120, False, False)  # fastest up to 1024 queries
+_SMALL_64 = HopperTile(2, 128, 64, 3, 240, True, False)  # fewest queries an item: for few of them
+_128 = HopperTile(2, 128, 128, 2, 240, True, False)
+_256 = HopperTile(2, 64, 256, 2, 240, True, True)
+
+
+def choose_hopper_tile(head_dim: int, q_len: int, num_heads: int, multiprocessors: int) -> HopperTile:
+    """The tile of the Hopper forward.
+
+    Args:
+        head_dim: of q, k and v, at most 256.
+        q_len: number of queries of a sequence.
+        num_heads: heads over the whole batch.
+        multiprocessors: of the GPU; an item for each is wanted before items grow.
+    """
+    if head_dim > 64:
+        return _128 if head_dim <= 128 else _256
+    tile = _TALL_64 if q_len <= 1024 else _WIDE_64
+    rows = tile.CONSUMERS * HOPPER_BLOCK_M
+    items = -(-q_len // rows) * num_heads
+    return tile if q_len > 128 and items >= multiprocessors else _SMALL_64

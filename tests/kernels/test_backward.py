@@ -159,3 +159,19 @@ def test_values_that_memory_does_not_hold_are_made_first():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     zero = torch.autograd.grad(out, leaves, torch.ops.aten._efficientzerotensor(out.shape))
     assert all(not x.any() for x in zero)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # float64's minimum, in numpy
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lowest", ["min", "half", "inf"])
+def test_an_additive_mask_of_any_dtype_hides_by_its_own_minimum(dtype, lowest):
+    inputs = Case(q_len=5, kv_len=40).build()
+    minimum = torch.finfo(dtype).min
+    mask = torch.randn(5, 40).to(dtype)
+    mask[0, 3:] = mask[1] = mask[:, 7] = {"min": minimum, "half": minimum / 2, "inf": -torch.inf}[lowest]
+    # the interpreter reads bfloat16 as it is, but cuts off where it should round
+    inputs.options["attn_mask"] = mask.requires_grad_(dtype != torch.bfloat16)
+    want = expected(inputs)
+    with torch.no_grad():
+        inputs.k[:, :, 7] = inputs.v[:, :, 7] = torch.nan
+    judge(backward(inputs), want, torch.float32)

@@ -215,3 +215,46 @@ def test_lengths_beyond_int32_are_clamped():
 @pytest.mark.parametrize("scale", [1e-40, 2.2e-309, -1e-40, 0.0])
 def test_a_scale_that_float32_loses_makes_the_mean_of_what_is_seen(scale):
     check(Case(q_len=5, kv_len=40, causal=True, scale=scale))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # float64's minimum, in numpy
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lowest", ["min", "half", "inf"])
+def test_an_additive_mask_of_any_dtype_hides_by_its_own_minimum(dtype, lowest):
+    inputs = Case(q_len=5, kv_len=40).build()
+    minimum = torch.finfo(dtype).min
+    mask = torch.randn(5, 40).to(dtype)
+    mask[0, 3:] = mask[1] = mask[:, 7] = {"min": minimum, "half": minimum / 2, "inf": -torch.inf}[lowest]
+    inputs.options["attn_mask"] = mask
+    want = wanted(inputs)
+    with torch.no_grad():
+        inputs.k[:, :, 7] = inputs.v[:, :, 7] = torch.nan
+    got = forward(inputs)
+    assert not got["out"][:, :, 1].any()
+    judge(got, want, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_an_entry_too_low_for_float32_hides():
+    q, k, v = (torch.randn(1, 1, length, 16) for length in (3, 40, 40))
+    mask = torch.zeros(3, 40, dtype=torch.float64)
+    mask[1] = mask[2, 5] = -1e39
+    v[:, :, 5] = torch.nan
+    mask[0, 5] = -1e39
+    out, lse = attention(q, k, v, attn_mask=mask, backend="triton", return_lse=True)
+    want, want_lse = attention(q, k, v, attn_mask=mask > -1.0, backend="reference", return_lse=True)
+    assert lse[0, 0, 1] == -torch.inf
+    torch.testing.assert_close((out, lse), (want, want_lse), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_nan_in_a_mask_shows_in_its_row(dtype, backend):
+    q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for length in (8, 40, 40))
+    mask = torch.zeros(8, 40, dtype=dtype)
+    mask[2, 5] = torch.nan
+    out, lse = attention(q, k, v, attn_mask=mask, backend=backend, return_lse=True)
+    dq, dv = torch.autograd.grad(out.sum(), (q, v))
+    for x in (out.isnan().all(-1), lse.isnan(), dq.isnan().all(-1)):
+        assert x[0, 0].nonzero().flatten().tolist() == [2]
+    assert dv.isnan().all()

@@ -1,4 +1,4 @@
-"""What launchers share: the precision of float32 products."""
+"""What launchers share: the precision of float32 products, the limit below which a mask hides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from streamattn import attention
-from streamattn.kernels.launch import product_precision
+from streamattn.kernels.launch import call_arguments, product_precision
+from streamattn.kernels.tiles import Tile
+from streamattn.pattern import UNBOUNDED
 
 
 @pytest.fixture
@@ -53,3 +55,22 @@ def test_either_way_to_allow_tf32_is_followed(steps, want, precision_restored):
     assert product_precision(q) == want
     assert product_precision(q.half()) == "ieee"
     assert torch.equal(attention(q, q, q, backend="triton"), q)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [
+        (torch.float16, -32752.0),
+        (torch.bfloat16, torch.finfo(torch.bfloat16).min / 2),
+        (torch.float32, torch.finfo(torch.float32).min / 2),
+        (torch.float64, torch.finfo(torch.float32).min),
+    ],
+    ids=str,
+)
+def test_the_limit_of_a_mask_is_a_float32(dtype, limit):
+    """Compiled kernels take it as one: half of float64's minimum would become -inf and hide nothing."""
+    q = torch.zeros(1, 1, 4, 16)
+    mask = torch.zeros(1, 1, 4, 4, dtype=dtype)
+    options = (1.0, UNBOUNDED, UNBOUNDED, 0.0, 0.0)
+    got = call_arguments(Tile(16, 16, 4, 1), q, q, q, mask, None, None, None, *options)["hidden_below"]
+    assert got == limit == torch.tensor(limit).item()

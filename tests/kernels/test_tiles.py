@@ -8,7 +8,16 @@ from itertools import product
 import pytest
 
 from streamattn.dispatch import MAX_TRITON_HEAD_DIM
-from streamattn.kernels.tiles import _TABLES, Architecture, Pass, Tile, architecture, choose_tile
+from streamattn.kernels.tiles import (
+    _TABLES,
+    HOPPER_BLOCK_M,
+    Architecture,
+    Pass,
+    Tile,
+    architecture,
+    choose_hopper_tile,
+    choose_tile,
+)
 
 PASSES: tuple[Pass, ...] = ("forward", "dq", "dkdv")
 ARCHITECTURES: tuple[Architecture, ...] = ("sm_80", "sm_86", "sm_90", "interpreter")
@@ -64,3 +73,24 @@ def test_tiles_are_pinned():
     tile = Tile(64, 64, 4, 2)
     with pytest.raises(FrozenInstanceError):
         tile.BLOCK_M = 128  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_hopper_tiles_grow_with_the_work():
+    tall, wide = choose_hopper_tile(64, 1024, 100, 132), choose_hopper_tile(64, 1025, 100, 132)
+    assert tall.CONSUMERS > wide.CONSUMERS
+    assert tall.BLOCK_N < wide.BLOCK_N
+    # 48 items of 256 queries would leave most of 132 multiprocessors without work
+    assert choose_hopper_tile(64, 1024, 12, 132).CONSUMERS == 2
+    assert choose_hopper_tile(64, 128, 1000, 132).CONSUMERS == 2
+
+
+@pytest.mark.parametrize("q_len", [64, 500, 5000])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 136, 192, 256])
+def test_hopper_tiles_are_what_the_kernel_takes(head_dim, q_len):
+    for num_heads in (1, 10_000):
+        tile = choose_hopper_tile(head_dim, q_len, num_heads, 132)
+        assert head_dim <= tile.BLOCK_D
+        assert tile.CONSUMERS in (2, 3, 4)
+        assert 8 + 2 * tile.STAGES <= 16, "two named barriers a stage, from the eighth on"
+        # a consumer's queries end in one tile of keys where the diagonal starts at a multiple of theirs
+        assert tile.BLOCK_N % HOPPER_BLOCK_M == 0

@@ -1,0 +1,210 @@
+"""The Hopper forward on a GPU: numbers at its tiles' edges, strides, repeats, and what is left to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from streamattn import attention
+from streamattn.dispatch import Backend, choose, unavailable
+from streamattn.kernels import launch
+from streamattn.pattern import UNBOUNDED
+from tests.cases import LAYOUTS, Case, expected, relative_errors
+from tests.gpu.peers import sdpa
+
+pytestmark = pytest.mark.gpu
+
+HALF = [torch.bfloat16, torch.float16]
+OPTIONS: dict[str, Any] = {
+    "plain": True,
+    "scale": 0.1,
+    "window_left": UNBOUNDED,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = unavailable(Backend.HOPPER, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def poisoned():
+    """Every tensor that a kernel allocates and does not write holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def compare(case: Case, dtype: torch.dtype) -> None:
+    """out and lse against float64: no worse than the portable kernel, whose error is held against flash."""
+    inputs = case.build(dtype, "cuda")
+    want = expected(inputs)
+    with torch.no_grad():
+        out, lse = attention(
+            inputs.q, inputs.k, inputs.v, **inputs.options, return_lse=True, backend="hopper"
+        )
+        theirs, _ = attention(
+            inputs.q, inputs.k, inputs.v, **inputs.options, return_lse=True, backend="triton"
+        )
+    rms, peak = relative_errors(out.double(), want["out"], 1e-30)
+    their_rms, their_peak = relative_errors(theirs.double(), want["out"], 1e-30)
+    assert rms <= 1.1 * their_rms, f"{case}, {dtype}: RMS {rms:.3e} against {their_rms:.3e}"
+    assert peak <= 2 * their_peak, f"{case}, {dtype}: maximum {peak:.3e} against {their_peak:.3e}"
+    blind = want["lse"] == -torch.inf
+    assert torch.equal(lse == -torch.inf, blind)
+    assert (out.masked_select(blind[..., None]) == 0).all()
+    torch.testing.assert_close(lse[~blind].double(), want["lse"][~blind], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
+@pytest.mark.parametrize("sizes", [(64, 64), (513, 513), (2048, 2048), (1000, 1000)], ids=str)
+def test_out_and_lse(sizes, head_dim, causal, dtype, poisoned):
+    heads = {"q_heads": 4, "kv_heads": 2}
+    compare(Case(**heads, q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=causal), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "sizes", [(64, 1), (64, 127), (65, 129), (100, 613), (333, 1000), (900, 450), (1100, 900)], ids=str
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_and_keys_of_different_number(sizes, head_dim, causal, poisoned):
+    compare(Case(q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=causal), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "window", [1, 17, 64, 128, 300, (100, 30), (0, 0), (5, 200), (-1, 77), (40, -1)], ids=str
+)
+@pytest.mark.parametrize("sizes", [(1024, 1024), (1500, 1500), (777, 777), (700, 500)], ids=str)
+def test_windows(sizes, window, head_dim, poisoned):
+    compare(Case(q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, window_size=window), torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [(8, 2), (3, 1), (6, 6)], ids=str)
+def test_layouts_and_groups(layout, heads, poisoned):
+    case = Case(batch=3, q_heads=heads[0], kv_heads=heads[1], q_len=300, kv_len=300, causal=True)
+    for head_dim in (64, 128):
+        inputs = replace(case, head_dim=head_dim, layout=layout).build(torch.bfloat16, "cuda")
+        if choose(Backend.AUTO, inputs.q, inputs.k, inputs.v, **OPTIONS) is Backend.HOPPER:
+            compare(replace(case, head_dim=head_dim, layout=layout), torch.bfloat16)
+        else:
+            assert layout in ("expanded", "strided", "sliced")
+
+
+@pytest.mark.parametrize("size", [512, 2048])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_fit_the_forward(size, head_dim):
+    """The portable backward takes this forward's out and lse."""
+    case = Case(q_heads=4, kv_heads=4, q_len=size, kv_len=size, head_dim=head_dim, causal=True)
+    inputs = case.build(torch.bfloat16, "cuda")
+    inputs.dlse.zero_()
+    want, theirs = expected(inputs), sdpa(inputs, SDPBackend.FLASH_ATTENTION)
+    out = attention(inputs.q, inputs.k, inputs.v, causal=True, backend="hopper")
+    grads = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        rms, peak = relative_errors(grad.double(), want[name], 1e-30)
+        their_rms, their_peak = relative_errors(theirs[name], want[name], 1e-30)
+        assert rms <= 1.1 * their_rms, name
+        assert peak <= 2 * their_peak, name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 200], ids=str)
+def test_a_hundred_repeats_are_the_same_bits(window, head_dim):
+    q, k, v = torch.randn(3, 4, 6, 1000, head_dim, device="cuda", dtype=torch.bfloat16)
+    first = attention(q, k, v, causal=True, window_size=window, return_lse=True, backend="hopper")
+    for _ in range(100):
+        again = attention(q, k, v, causal=True, window_size=window, return_lse=True, backend="hopper")
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_small_sequences(head_dim, poisoned):
+    """More work items than programs, of one or two tiles each."""
+    compare(
+        Case(batch=60, q_heads=12, kv_heads=12, q_len=130, kv_len=130, head_dim=head_dim, causal=True),
+        HALF[0],
+    )
+
+
+def test_large_strides():
+    """A batch stride beyond 2^31 elements."""
+    store = torch.empty(2, 2**30 + 64, 2, device="cuda", dtype=torch.bfloat16)
+    x = store.as_strided((2, 2, 256, 64), (store.stride(0), 64, 128, 1)).normal_()
+    assert x.stride(0) > 2**31
+    out = attention(x, x, x, causal=True, backend="hopper")
+    torch.testing.assert_close(
+        out, attention(*[x.contiguous()] * 3, causal=True, backend="hopper"), rtol=0, atol=0
+    )
+
+
+def test_new_lengths_compile_nothing(monkeypatch):
+    q = torch.randn(1, 2, 2000, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, q, q, causal=True, backend="hopper")
+    from streamattn.kernels.hopper_forward import hopper_fwd_kernel
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in hopper_fwd_kernel.device_caches.values())
+
+    before = compiled()
+    for length in (1999, 1536, 1100):
+        x = q[:, :, :length]
+        attention(x, x, x, causal=True, backend="hopper")
+    assert compiled() <= before + 1  # a diagonal that lies in two tiles is another kernel
+    assert launch._plans
+
+
+def test_in_a_cuda_graph():
+    q, k, v = torch.randn(3, 2, 4, 600, 64, device="cuda", dtype=torch.bfloat16)
+    attention(q, k, v, causal=True, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True, backend="hopper")
+    for _ in range(3):
+        q.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, attention(q, k, v, causal=True, backend="hopper"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ({}, {"plain": False}),
+        ({}, {"softcap": 2.0}),
+        ({}, {"dropout_p": 0.1}),
+        ({}, {"scale": -1.0}),
+        ({"dtype": torch.float32}, {}),
+        ({"head_dim": 60}, {}),
+        ({"q_len": 8}, {}),
+        ({"kv_len": 300}, {"window_left": 9}),
+    ],
+    ids=str,
+)
+def test_what_it_can_not_goes_to_the_portable_kernel(shapes, options):
+    shapes = {"head_dim": 64, "q_len": 200, "kv_len": 200, "dtype": torch.bfloat16} | shapes
+    q = torch.zeros(1, 2, shapes["q_len"], shapes["head_dim"], device="cuda", dtype=shapes["dtype"])
+    k = torch.zeros(1, 2, shapes["kv_len"], shapes["head_dim"], device="cuda", dtype=shapes["dtype"])
+    assert choose(Backend.AUTO, q, k, k, **(OPTIONS | options)) is Backend.TRITON
+    with pytest.raises(ValueError, match="backend='hopper' can't serve"):
+        choose(Backend.HOPPER, q, k, k, **(OPTIONS | options))
+
+
+def test_a_hidden_nan_reaches_nothing():
+    q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, 512, 64, device="cuda", dtype=torch.bfloat16)
+    k[:, :, :100], v[:, :, :100] = torch.nan, torch.nan
+    assert not attention(q, k, v, window_size=64).isnan().any()

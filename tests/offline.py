@@ -1,0 +1,88 @@
+"""Compiles what a launcher would launch, for any GPU and without one, and reads the machine code.
+
+Needs Triton's compiler. Tensors may lie on the meta device: only their types are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+# what a block may have of it, as the CUDA programming guide lists it by compute capability
+SHARED_BYTES = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
+CAPABILITY = {"sm_80": 80, "sm_86": 86, "sm_90": 90}
+TYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+class Launch(NamedTuple):
+    """A jitted kernel and the keyword arguments that its launcher passes."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+
+class Compiled(NamedTuple):
+    """What the compiler made of a launch: bytes of shared memory, and how often each instruction stands, and
+    how often the tensor cores are waited for.
+    """
+
+    shared: int
+    instructions: Counter[str]
+    product_waits: int
+
+    @property
+    def spills(self) -> int:
+        return self.instructions["STL"] + self.instructions["LDL"]
+
+
+def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
+    """Compiles a launch as Triton would just before running it."""
+    kernel, arguments = launch.kernel, dict(launch.arguments)
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for at, parameter in enumerate(kernel.params):
+        value = arguments.pop(parameter.name)
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[at,] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+            attributes[at,] = [["tt.divisibility", 16]]
+        elif hasattr(value, "block_shape"):
+            dtype = TYPE_NAMES[value.base.dtype]
+            signature[parameter.name] = f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[at,] = [["tt.divisibility", 16]]
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, signature, constants, attributes)
+    arguments["enable_fp_fusion"] = True  # as `launch` does
+    binary = triton.compile(source, target=GPUTarget("cuda", CAPABILITY[arch], 32), options=arguments)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # "/*0040*/   @P0 LDL.64 R4, [R1] ;"
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", sass, flags=re.MULTILINE)
+    return Compiled(binary.metadata.shared, Counter(names), sass.count("WARPGROUP.DEPBAR"))
