@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # what a block may have of it, as the CUDA programming guide lists it by compute capability
 SHARED_BYTES = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
@@ -66,7 +68,7 @@ def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
         elif isinstance(value, Tensor):
             signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
             attributes[at,] = [["tt.divisibility", 16]]
-        elif hasattr(value, "block_shape"):
+        elif isinstance(value, TensorDescriptor):
             dtype = TYPE_NAMES[value.base.dtype]
             signature[parameter.name] = f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, float):
@@ -81,7 +83,7 @@ def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
     binary = triton.compile(source, target=GPUTarget("cuda", CAPABILITY[arch], 32), options=arguments)
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(binary.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
+    command = [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # "/*0040*/   @P0 LDL.64 R4, [R1] ;"
     names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", sass, flags=re.MULTILINE)

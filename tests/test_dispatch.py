@@ -78,7 +78,10 @@ def test_a_backend_that_can_not_says_why_and_what_else(backend, shapes, options,
 
 def test_the_reference_serves_every_call():
     q, k, v = qkv(300, 7, dtype=torch.float64)
-    assert unsupported(Backend.REFERENCE, q, k, v, **(PLAIN | {"softcap": 1.0, "dropout_p": 0.5})) is None
+    assert (
+        unsupported(Backend.REFERENCE, q, k, v, **(PLAIN | dict[str, Any](softcap=1.0, dropout_p=0.5)))
+        is None
+    )
 
 
 @pytest.mark.parametrize(

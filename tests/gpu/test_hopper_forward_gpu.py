@@ -70,8 +70,8 @@ def compare(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
 @pytest.mark.parametrize("sizes", [(64, 64), (513, 513), (2048, 2048), (1000, 1000)], ids=str)
 def test_out_and_lse(sizes, head_dim, causal, dtype, poisoned):
-    heads = {"q_heads": 4, "kv_heads": 2}
-    compare(Case(**heads, q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=causal), dtype)
+    case = Case(q_heads=4, kv_heads=2, q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=causal)
+    compare(case, dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
