@@ -185,19 +185,8 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v packed as ``qkv`` [B, T, 3, H, D], read in place."""
     q, k, v = _unpacked(qkv, 3, "qkv", 5)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -214,19 +203,8 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q [B, Tq, H, D] with k and v packed as ``kv`` [B, Tk, 2, Hkv, D]."""
     k, v = _unpacked(kv, 2, "kv", 5)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
@@ -314,7 +292,7 @@ def flash_attn_varlen_func(
     """Attention within each of B documents that lie one after another.
 
     q, k and v are read in place where every document has as many queries as keys, which is taken from
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` being the same tensor object, and where neither ``causal`` nor a
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` being the same tensor object, or where neither ``causal`` nor a
     window asks for an alignment. Otherwise, and with ``alibi_slopes``, q, k and v are copied into a batch of
     B documents padded to ``max_seqlen_q`` and ``max_seqlen_k``. Both ways are exact, and neither waits for
     the device. Read in place, a NaN in one document can reach its neighbours; padded, it can't.
@@ -396,22 +374,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of q, k and v packed as ``qkv`` [total, 3, H, D], read in place."""
     q, k, v = _unpacked(qkv, 3, "qkv", 4)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, return_attn_probs
     )
 
 
@@ -433,22 +398,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of q [total_q, H, D] with k and v packed as ``kv`` [total_k, 2, Hkv, D]."""
     k, v = _unpacked(kv, 2, "kv", 4)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, return_attn_probs
     )
 
 

@@ -47,8 +47,29 @@ _library.define(
 )
 
 
-def _is_plain(*features: Tensor | None) -> bool:
-    return all(x is None for x in features)
+def _choose(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    features: tuple[Tensor | None, ...],
+    scale: float,
+    window_left: int,
+    softcap: float,
+    dropout_p: float,
+) -> Backend:
+    """`dispatch.choose` for an op's arguments; features are the tensors that only some backends know."""
+    return choose(
+        Backend(backend),
+        q,
+        k,
+        v,
+        plain=all(x is None for x in features),
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
 
 
 def _forward(
@@ -68,17 +89,8 @@ def _forward(
     dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    chosen = choose(
-        Backend(backend),
-        q,
-        k,
-        v,
-        plain=_is_plain(attn_mask, q_segments, kv_segments, kv_lengths, sinks),
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        dropout_p=dropout_p,
-    )
+    features = (attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    chosen = _choose(backend, q, k, v, features, scale, window_left, softcap, dropout_p)
     if chosen is Backend.HOPPER:
         from streamattn.kernels.hopper_forward import attention_forward
 
@@ -136,17 +148,8 @@ def _backward(
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    chosen = choose(
-        Backend(backend),
-        q,
-        k,
-        v,
-        plain=_is_plain(attn_mask, q_segments, kv_segments, kv_lengths, sinks),
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        dropout_p=dropout_p,
-    )
+    features = (attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    chosen = _choose(backend, q, k, v, features, scale, window_left, softcap, dropout_p)
     if chosen is Backend.HOPPER:
         chosen = Backend.TRITON  # its forward alone is its own
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):

@@ -52,13 +52,10 @@ def exp2(x):
 
 
 @gluon.jit
-def release(index, threads):
-    """Hands a buffer back: this warp arrives at a named barrier of so many threads, and waits for nobody.
-
-    An mbarrier's arrival would make the warps of a consumer wait for one another first.
-    """
+def at_barrier(ASM: gl.constexpr, index, threads):
+    """An instruction on a named barrier of so many threads, by all threads of a warp."""
     gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, 0;",
+        ASM,
         "=r,r,r",
         [gl.to_tensor(index), gl.to_tensor(threads)],
         dtype=gl.int32,
@@ -68,16 +65,18 @@ def release(index, threads):
 
 
 @gluon.jit
+def release(index, threads):
+    """Hands a buffer back: this warp arrives at the named barrier and waits for nobody.
+
+    An mbarrier's arrival would make the warps of a consumer wait for one another first.
+    """
+    at_barrier("bar.arrive $1, $2; mov.u32 $0, 0;", index, threads)
+
+
+@gluon.jit
 def await_release(index, threads):
     """The producer's side of `release`."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [gl.to_tensor(index), gl.to_tensor(threads)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    at_barrier("bar.sync $1, $2; mov.u32 $0, 0;", index, threads)
 
 
 @gluon.jit
