@@ -5,7 +5,8 @@ Contract. A layer changes sides by its ``__class__`` alone: it becomes an instan
 saving and loading, deepcopy, pickling, adapters and parallel wrappers are untouched, other models and the
 classes themselves too, and `set_attn_implementation` has nothing to undo. The module that makes the layers'
 masks may get one forward pre-hook, and what would pass patched layers by is told to call them. A report is
-read off the model, not remembered.
+read off the model, not remembered. A layer that torch gave a class of its own, sharded by `fully_shard` or
+parametrized, before the patch or after it, changes sides in that class.
 
 Layers of other classes that use transformers' attention interface change sides by their configuration, with
 the same promises (`patches.interface`). Importing this package registers ``attn_implementation="streamattn"``
@@ -27,10 +28,13 @@ from torch import nn
 
 from patches.registry import (
     REPLACEMENTS,
+    foreign_subclass,
     is_patched,
     listed_class,
+    made_of,
     path_of,
     replacement_for,
+    replacement_of,
     uses_interface,
 )
 
@@ -50,7 +54,7 @@ class PatchReport:
     """Which attention layers of a model run on StreamAttn.
 
     Attributes:
-        patched: Name of the layer, as in `model.named_modules()` -> its class.
+        patched: Name of the layer, as in `model.named_modules()` -> its class, without what wraps it.
         skipped: Name of the layer -> the reason why it is not patched.
     """
 
@@ -69,8 +73,8 @@ def patch_model(
 ) -> Model:
     """Put a model's attention layers on `streamattn.attention`, in place.
 
-    Idempotent; undone by `unpatch_model`. Looks through wrappers (adapters, DDP, FSDP, torch.compile). Shard
-    with FSDP2's `fully_shard` and parametrize after patching, since both give the layer a class of their own.
+    Idempotent; undone by `unpatch_model`. Looks through wrappers (adapters, DDP, FSDP, torch.compile), which
+    may come before it or after it, and so may FSDP2's `fully_shard` and parametrizations of a layer.
 
     Args:
         model: any module that contains attention layers.
@@ -88,7 +92,7 @@ def patch_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expected a torch.nn.Module, got {type(model).__name__}")
-    swaps: list[tuple[nn.Module, type]] = []
+    swaps: list[nn.Module] = []
     adopted: list[nn.Module] = []
     refused: dict[str, str] = {}
     matched = False
@@ -104,7 +108,7 @@ def patch_model(
             if uses_interface(layer):
                 adopted.append(layer)
             else:
-                swaps.append((layer, replacement_for(type(layer))))
+                swaps.append(layer)
     if refused and (strict or not matched):
         listing = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
         raise ValueError(
@@ -118,8 +122,10 @@ def patch_model(
             + f"; known are {', '.join(path.split(':')[1] for path in REPLACEMENTS)} and the layers that use "
             "transformers' attention interface"
         )
-    for layer, replacement in swaps:
-        _change_class(layer, replacement)
+    made: dict[type, type] = {}
+    for layer in swaps:
+        original: Any = listed_class(layer)
+        _change_class(layer, original, replacement_for(original), made)
     for hook, owner in _hook_owners(model):
         if hook not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(hook, with_kwargs=True)
@@ -137,12 +143,30 @@ def patch_model(
 def unpatch_model(model: Model) -> Model:
     """Give every patched attention layer its original class or configuration back, in place.
 
+    What was done to a layer since stays: hooks, parametrizations, sharding by `fully_shard`.
+
     Args:
         model: a module, patched or not.
 
     Returns:
         The same object.
+
+    Raises:
+        ValueError: a patched layer has been given a class that is neither the patch's nor torch's; the model
+            is left unchanged.
     """
+    stuck = {
+        name: cls
+        for name, layer in _attention_layers(model)
+        if (replacement := replacement_of(layer)) and (cls := foreign_subclass(type(layer), replacement))
+    }
+    if stuck:
+        listing = "".join(f"\n  {name}: {path_of(cls)}" for name, cls in stuck.items())
+        raise ValueError(
+            f"these patched layers of {type(model).__name__} have been given another class since, which may "
+            f"do more than the patch's:{listing}\n"
+            "give each layer back the class that it had before, and then unpatch the model"
+        )
     for replacement in _replacements_in(model):
         if hasattr(replacement, "detach"):
             replacement.detach(model)
@@ -154,9 +178,10 @@ def unpatch_model(model: Model) -> Model:
         from patches import interface
 
         interface.release(model)
+    made: dict[type, type] = {}
     for layer in layers:
         if not uses_interface(layer):
-            _change_class(layer, listed_class(layer))
+            _change_class(layer, replacement_of(layer), listed_class(layer), made)
     return model
 
 
@@ -172,7 +197,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     patched, skipped = {}, {}
     for name, layer in _attention_layers(model):
         if is_patched(layer):
-            patched[name] = type(layer).__name__
+            patched[name] = (replacement_of(layer) or type(layer)).__name__
         else:
             skipped[name] = _unsupported(layer) or "patch_model was not called for it"
     return PatchReport(patched, skipped)
@@ -210,8 +235,8 @@ def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
 
 
 def _replacements_in(model: nn.Module) -> set[Any]:
-    """The classes of a model's patched layers."""
-    return {type(layer) for _, layer in _attention_layers(model) if is_patched(layer)}
+    """The classes of the table that a model's layers run on."""
+    return {replacement_of(layer) for _, layer in _attention_layers(model)} - {None}
 
 
 def _unsupported(layer: nn.Module) -> str | None:
@@ -223,9 +248,9 @@ def _unsupported(layer: nn.Module) -> str | None:
     original = listed_class(layer)
     if original is None:
         return f"there is no patch for {path_of(type(layer))}"
-    if original is not type(layer):
+    if (subclass := foreign_subclass(type(layer), original)) is not None:
         return (
-            f"{path_of(type(layer))} is a subclass of {original.__name__}, which may compute something else; "
+            f"{path_of(subclass)} is a subclass of {original.__name__}, which may compute something else; "
             "patch before wrapping the layer"
         )
     if "forward" in layer.__dict__ and not any(_is_bound(layer, name, original) for name in _BOUND_FORWARDS):
@@ -239,9 +264,9 @@ def _is_bound(layer: nn.Module, attribute: str, cls: Any) -> bool:
     return isinstance(bound, MethodType) and bound.__func__ is cls.forward
 
 
-def _change_class(layer: nn.Module, new: Any) -> None:
-    old = type(layer)
+def _change_class(layer: nn.Module, old: Any, new: Any, made: dict[type, type]) -> None:
+    """Let a layer that stands on `old` stand on `new`; `made` as in `made_of`."""
     for attribute in _BOUND_FORWARDS:
         if _is_bound(layer, attribute, old):
             layer.__dict__[attribute] = MethodType(new.forward, layer)
-    layer.__class__ = new
+    layer.__class__ = made_of(new, old, type(layer), made)

@@ -1,12 +1,16 @@
 """Compact masks: who sees whom in the size of a sequence, not of its square.
 
-Contract. A compact mask is an int32 tensor [B, R, 1, Tk]. Row 0 is the segment of each key, -1 = hidden; the
-last dimension may be 1: no key is hidden. The last row, if there are lengths, repeats the number of keys that
-hold tokens. What is the same for all rows is in their number, which is known while compiling:
+Contract. A compact mask is an int32 tensor [B, R, 1, Tk]. Row 0 is the segment s of each key, -1 - s where it
+is hidden, and row 1 that of the query in its place; the last dimension may be 1: no key is hidden. The last
+row, if there are lengths, repeats the number of keys that hold tokens. What is the same for all places is in
+the number of rows, which is known while compiling:
 ``R = 2 + WINDOWED + BIDIRECTIONAL + LENGTHS``, each if it applies. A batch of 1 stands for any.
 
-It has four dimensions because HuggingFace's models hand such masks on to their layers as they are. It can't
-be taken for the integer mask [B, 1, Tq, Tk] of a user, which is an error.
+Causal attention with padding alone has a smaller mask: uint8 [B, 1, 1, Tk], 1 = a token. Queries in places of
+padding see the tokens before them, as under HuggingFace's own masks: labels may be there that nobody hid.
+
+Both have four dimensions because HuggingFace's models hand such masks on to their layers as they are. They
+can't be taken for a user's mask, which is bool or floating: an integer one is an error.
 
 Left out on purpose: the width of a window, which the layer or its configuration knows.
 """
@@ -48,7 +52,7 @@ def write(
     """A compact mask.
 
     Args:
-        segment_ids: of the keys, int32 [B, Tk], -1 = hidden; None if no key is hidden.
+        segment_ids: of the places, int32 [B, Tk], -1 - s where the key is hidden; None if no key is hidden.
         lengths: how many keys hold tokens, one number for all rows; None if all do.
         causal: whether a query sees only keys up to its own place.
         windowed: whether it sees only keys near its own place.
@@ -60,15 +64,35 @@ def write(
         if lengths is not None:
             rows[:, -1] = lengths
         return rows
-    rows = segment_ids[:, None, None]
-    if lengths is None:
-        return rows.expand(-1, count, -1, -1)
-    last = torch.as_tensor(lengths, dtype=torch.int32, device=rows.device).expand_as(rows)
-    return torch.cat([rows.expand(-1, count - 1, -1, -1), last], dim=1)
+    keys = segment_ids[:, None, None]
+    last = [] if lengths is None else [torch.as_tensor(lengths, dtype=torch.int32, device=keys.device)]
+    queries = torch.maximum(keys, ~keys).expand(-1, count - 1 - len(last), -1, -1)
+    return torch.cat([keys, queries, *(x.expand_as(keys) for x in last)], dim=1)
+
+
+def of_padding(mask: Tensor) -> Tensor:
+    """The mask of causal attention among the tokens of padded rows.
+
+    Args:
+        mask: [B, T], non-zero = a token.
+    """
+    return same_bytes(mask[:, None, None].bool(), torch.uint8)
+
+
+def same_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of bool as uint8 or the reverse: a view, but where `torch.jit.trace` has no such view."""
+    return mask.view(dtype) if torch._C._get_tracing_state() is None else mask.to(dtype)
+
+
+def is_padding(mask: Any) -> bool:
+    """Whether a mask is one of `of_padding`."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.uint8 or mask.dim() != 4:
+        return False
+    return mask.shape[1] == mask.shape[2] == 1
 
 
 def is_compact(mask: Any) -> bool:
-    """Whether a mask is a compact one."""
+    """Whether a mask is a compact one, which says more than `of_padding`."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
         return False
     return mask.shape[2] == 1 and 0 <= mask.shape[1] - 2 <= WINDOWED + BIDIRECTIONAL + LENGTHS
@@ -106,21 +130,22 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
     segment_ids = None
     if width > 1 or kv_len == 1:
         keys = mask[:, 0, 0, :kv_len]
-        segment_ids = (_segments_of_queries(keys, q_len, lengths, is_causal(mask)), keys)
+        queries = _segments_of_queries(mask[:, 1, 0, :kv_len], q_len, lengths, is_causal(mask))
+        segment_ids = (queries, keys)
     return Seen(segment_ids, lengths)
 
 
-def _segments_of_queries(keys: Tensor, q_len: int, lengths: Tensor | None, causal: bool) -> Tensor:
-    """The segments [B, Tq] of the last places that hold tokens; without causality one segment sees all."""
-    kv_len = keys.shape[1]
+def _segments_of_queries(segments: Tensor, q_len: int, lengths: Tensor | None, causal: bool) -> Tensor:
+    """Of `segments` [B, Tk] the last [B, Tq] that hold tokens; without causality one segment sees all."""
+    kv_len = segments.shape[1]
     if not causal:
-        return keys.new_zeros(1).expand(keys.shape[0], q_len)
+        return segments.new_zeros(1).expand(segments.shape[0], q_len)
     if lengths is not None:
-        places = torch.arange(q_len, device=keys.device) + (lengths - q_len)[:, None]
-        return keys.gather(1, places.clamp(0, kv_len - 1))
+        places = torch.arange(q_len, device=segments.device) + (lengths - q_len)[:, None]
+        return segments.gather(1, places.clamp(0, kv_len - 1))
     if q_len > kv_len:
         raise ValueError(f"causal self-attention of {q_len} queries on only {kv_len} keys")
-    return keys[:, kv_len - q_len :]
+    return segments[:, kv_len - q_len :]
 
 
 def segments(starts: Tensor) -> Tensor:
@@ -138,7 +163,7 @@ def of_documents(starts: Tensor, mask: Tensor | None, windowed: bool = False) ->
     """
     ids = segments(starts)
     if mask is not None:
-        ids = ids.masked_fill(~mask.bool(), -1)
+        ids = torch.where(mask.bool(), ids, ~ids)
     return write(ids, None, causal=True, windowed=windowed, device=None)
 
 

@@ -1,8 +1,9 @@
 """GPT-2's attention layer on `streamattn.attention`, self- and cross-attention.
 
 Contract: outputs and gradients of the eager layer, with every scale flag. ``reorder_and_upcast_attn`` is the
-same mathematics, and the kernel accumulates in float32 anyway. Attention weights, when asked for, are those
-before dropout.
+same mathematics, and the kernel accumulates in float32 anyway. Self-attention is causal unless a complete
+mask comes, as a user's own 4-D one is: then that alone says who sees whom, but that older releases' eager
+layers are causal under any mask. Attention weights, when asked for, are those before dropout.
 
 Layout: q, k, v are [B, H, T, D] views of the fused projection's output, read in place; the output's heads
 merge as a view.
@@ -85,7 +86,7 @@ class StreamGPT2Attention(GPT2Attention):
             q,
             k,
             v,
-            causal=not crosses,
+            causal=not crosses and (not hf.is_complete(mask) or self._adds_causality(filled, kwargs)),
             mask=mask,
             scale=self._scale(),
             dropout_p=self.attn_dropout.p if self.training else 0.0,
@@ -111,6 +112,20 @@ class StreamGPT2Attention(GPT2Attention):
             return self.scaling
         scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
         return scale / (self.layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+    def _adds_causality(self, filled: Any, arguments: dict[str, Any]) -> bool:
+        """Whether the unpatched layer hides later keys under any mask: by a buffer, where it runs as eager.
+
+        Args:
+            filled: As `hf.attend` takes it. Of a static cache the buffer would hide the end alone.
+            arguments: The layer's keyword arguments, some of which older releases serve as eager alone.
+        """
+        if "bias" not in self._buffers or filled is not None:
+            return False
+        name = self.config._attn_implementation
+        if name == "sdpa" and "head_mask" in _ARGUMENTS:
+            return bool(arguments.get("output_attentions")) or arguments.get("head_mask") is not None
+        return name == "eager"
 
     def _query_of_decoder(self, hidden_states: Tensor) -> Tensor:
         if not hasattr(self, "q_attn"):

@@ -1,14 +1,15 @@
 """What a HuggingFace model hands to its attention layers, brought into `streamattn.attention`'s terms.
 
 Contract. The mask that arrives depends on the model's configuration, which the patches leave alone: none,
-bool or floating 4-D (sdpa and eager), 2-D (flash). All of them are taken, broadcast dimensions stay
-unmaterialised, and self-attention is causal whatever the mask says. The cache may be a tuple of tensors,
-dynamic, or static; of a static one only the filled part is seen. What differs between releases is told from
-signatures, never from a version number.
+bool or floating 4-D (sdpa and eager), 2-D (flash). All of them are taken, and broadcast dimensions stay
+unmaterialised. A 4-D mask is complete, HuggingFace's as well as a user's: self-attention is causal only where
+no mask came, or one over keys alone. The cache may be a tuple of tensors, dynamic, or static; of a static one
+only the filled part is seen. What differs between releases is told from signatures, never from a version
+number.
 
 Where every layer of a model is patched, `slim_mask` spares it the [B, 1, Tq, Tk] mask that HuggingFace makes
-(when compiling, always): the layers know causality themselves, so padding travels as [B, 1, 1, Tk] and packed
-documents as a compact mask (`patches.compact`).
+(when compiling, always): the layers know causality themselves, so padding and packed documents travel as
+masks of another kind (`patches.compact`), which no user's is taken for.
 
 Layout. q, k, v are [B, H, T, D] views of the projections' outputs.
 
@@ -47,9 +48,6 @@ except ImportError:  # older releases tell the layers by an argument instead
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Every name that HuggingFace has given to a layer's cache argument, newest first."""
-
-_NO_MASK = (1, 1, 1, 1)
-"""Shape of the mask that stands for none: 4-D, so that a model hands it on as it is."""
 
 MASKS_PASS_UNCHANGED = find_spec("transformers.masking_utils") is not None
 """Whether models hand 4-D masks on to their layers as they are."""
@@ -166,7 +164,7 @@ def slim_mask(
     readable = compact.readable(mask, positions)
     if mask is not None and readable and bool(mask.all()):
         mask = None
-    slim = None if mask is None else mask[:, None, None, :].bool()
+    slim = None if mask is None else compact.of_padding(mask)
     fresh = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
     if positions is not None and not readable:
         # No value may be read, so every row is taken for a packed one, which is right for others too.
@@ -187,11 +185,19 @@ def slim_mask(
     if slim is None:
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
-        slim = torch.ones(_NO_MASK, dtype=torch.bool, device=None if tokens is None else tokens.device)
+        device = None if tokens is None else tokens.device
+        slim = compact.write(None, None, causal=True, windowed=False, device=device)
     place = names.index("attention_mask")
     if place < len(args):
         return (*args[:place], slim, *args[place + 1 :]), kwargs
     return args, {**kwargs, "attention_mask": slim}
+
+
+def is_complete(mask: Any) -> bool:
+    """Whether a mask alone says who sees whom, so that causality must not be added: 4-D, and not ours."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False
+    return not (compact.is_compact(mask) or compact.is_padding(mask))
 
 
 def has_static_layer(cache: Any) -> bool:
@@ -224,10 +230,10 @@ def attend(
         q: [B, Hq, Tq, D]; cast to v's dtype, as is k (QK-norm and autocast leave them in float32).
         k: [B, Hkv, Tk, D].
         v: [B, Hkv, Tk, Dv].
-        causal: Whether a query sees only keys up to its own place; on top of `mask`, unless that is compact
-            and says it itself.
-        mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or a
-            compact mask (`patches.compact`).
+        causal: Whether a query sees only keys up to its own place; on top of `mask` (`is_complete` tells
+            where there is nothing to add), unless that is compact and says it itself.
+        mask: None; bool 4-D (True = visible); floating 4-D (added); 2-D over keys (non-zero = visible); or
+            one of `patches.compact`.
         scale: Factor of the scores; None = ``1 / sqrt(D)``.
         dropout_p: Probability of dropping a weight.
         filled: Number of keys that hold tokens, this call's included; None = all.
@@ -257,6 +263,8 @@ def attend(
         seen = compact.read(mask, batch, q_len, k.shape[2])
         causal, segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
         kv_lengths = kv_lengths if seen.kv_lengths is None else seen.kv_lengths
+    elif compact.is_padding(mask):
+        mask = compact.same_bytes(mask, torch.bool)
     attn_mask = _as_attn_mask(mask, k.shape[2])
     if position_bias is not None:
         attn_mask = _with_bias(attn_mask, position_bias[..., : k.shape[2]])
@@ -312,7 +320,7 @@ def _with_segments(mask: Tensor | None, q_segments: Tensor, kv_segments: Tensor)
 
 def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:
     """`mask` as `attention` takes it, over exactly `kv_len` keys; stride-0 dimensions stay."""
-    if mask is None or (isinstance(mask, Tensor) and mask.shape == _NO_MASK):
+    if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         what = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"

@@ -4,14 +4,14 @@ Contract. Importing this file registers the name "streamattn", an attention func
 releases of transformers that have both (4.53), so that ``attn_implementation="streamattn"`` works. A patched
 layer asks for that name by itself: its `config` becomes a `LayerConfig`, a view of the one it shares with its
 model, and what it computes around the attention stays its own. Where every layer under a configuration is
-patched, that configuration has the name too, so that the model makes compact masks (`patches.masks`);
-elsewhere the masks are those of the model's own implementation, and all of them are taken. A wholly patched
-model has configurations of its own, equal to those it was built with, so that no other model changes.
+patched, the model's other modules see that one under the name too (`ModelConfig`), so that the model makes
+compact masks (`patches.masks`); elsewhere the masks are those of the model's own implementation, and all of
+them are taken. The configurations themselves stay as they are, but for what is set through a view.
 
 Layout. q, k, v are [B, H, T, D], heads of k and v unrepeated; the output is [B, T, H, D].
 
-Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
-reads those rows. Attention weights, when asked for, are those before dropout.
+Differs from eager: queries that see no key (padding before the first token) give 0 where eager gives the mean
+of the values. Attention weights, when asked for, are those before dropout.
 
 Left out on purpose: sparse attention by indices, paged caches and flex attention's block masks, each with an
 error that says so.
@@ -23,9 +23,9 @@ import copy
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,43 +67,167 @@ _TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class LayerConfig:
-    """A patched layer's configuration: what it shares with its model, under the name of this implementation.
+    """A patched layer's configuration: a live view of the one it had, under the name of this implementation.
 
-    Reads and writes go to the shared object.
+    A view has the attributes of what it stands for, is of a class made from that one's class, and is equal to
+    it; what is set on either is set on both. Calling its class makes an ordinary configuration.
     """
 
-    __slots__ = ("renamed", "shared")
+    __slots__ = ("shared",)
 
+    ordinary: ClassVar[Any]  # the class of configurations that views of this class stand for
     shared: Any
-    renamed: list[tuple[Any, str | None]]
 
-    def __init__(self, shared: Any, renamed: list[tuple[Any, str | None]]) -> None:
-        """Make a view.
-
-        Args:
-            shared: the configuration that the layer had.
-            renamed: configurations that were renamed when the model was patched, each with its former name.
-        """
-        object.__setattr__(self, "shared", shared)
-        object.__setattr__(self, "renamed", renamed)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an ordinary configuration."""
+        return cls.ordinary(*args, **kwargs)
 
     @property
-    def _attn_implementation(self) -> str:
+    def _attn_implementation_internal(self) -> str | None:
         return NAME
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in LayerConfig.__slots__:  # so that copies are made of the view
-            raise AttributeError(name)
-        return getattr(self.shared, name)
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: str | None) -> None:
+        self.shared._attn_implementation_internal = value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.shared, name, value)
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns attention weights, whatever it is called with."""
+        return self.shared.output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        self.shared.output_attentions = value
+
+    def validate(self) -> None:
+        """Check the values, as releases of transformers do that check configurations."""
+        self.shared.validate()
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.shared)  # which has attributes of its own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if torch.compiler.is_compiling():  # a model that copies its configuration, without the modules
+            return copy.deepcopy(_plain(self), memo)
+        make, (kind, shared), *state = self.__reduce__()
+        memo[id(self)] = made = make(kind, copy.deepcopy(shared, memo))
+        for each in state:
+            made.__setstate__(copy.deepcopy(each, memo))
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerConfig, (self.shared, self.renamed)
+        return view, (LayerConfig, self.shared)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.shared).__name__})"
+
+class ModelConfig(LayerConfig):
+    """A configuration of a model whose layers are patched, as seen by all of its modules but the layers.
+
+    It has the name of this implementation if all layers under it understand compact masks, until the user
+    gives another. Weights can be asked for through it: what isn't patched then runs on "eager", the only
+    other implementation that gives them.
+    """
+
+    __slots__ = ("named", "views")
+
+    named: bool
+    views: list[Any]  # of the model's configurations
+
+    @property
+    def _attn_implementation_internal(self) -> str | None:
+        return NAME if self.named else self.shared._attn_implementation_internal
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: str | None) -> None:
+        self.rename(value == NAME)
+        self.shared._attn_implementation_internal = value
+
+    @LayerConfig.output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        """Set it, also where transformers refuses to for another implementation than "eager"."""
+        if value and self.named:
+            self.shared._attn_implementation_internal = "eager"
+        self.shared.output_attentions = value
+
+    def rename(self, named: bool) -> None:
+        """Give this implementation's name, or take it back."""
+        object.__setattr__(self, "named", named)
+
+    def part(self, name: str) -> Any:
+        """A configuration inside this one, as the model's modules see it."""
+        return self._seen(getattr(self.shared, name))
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+        """The configuration of the text model, as transformers tells it, which may be this one or a copy."""
+        return self._seen(self.shared.get_text_config(*args, **kwargs))
+
+    def _seen(self, config: Any) -> Any:
+        return next((other for other in self.views if other.shared is config), config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return view, (ModelConfig, self.shared), (self.named, self.views)
+
+    def __setstate__(self, state: tuple[bool, list[Any]]) -> None:
+        for name, value in zip(("named", "views"), state, strict=True):
+            object.__setattr__(self, name, value)
+
+
+def view(kind: type[LayerConfig], shared: Any) -> Any:
+    """A view of a configuration.
+
+    Args:
+        kind: `LayerConfig`, or `ModelConfig`, which then wants its state set.
+        shared: a configuration, or a view of one.
+    """
+    made = object.__new__(_class_of_views(kind, type(_plain(shared))))
+    object.__setattr__(made, "__dict__", shared.__dict__)
+    object.__setattr__(made, "shared", shared)
+    return made
+
+
+class _ViewClass(type):
+    """A class of views, equal to the class of what they stand for: some mappings of transformers go by it."""
+
+    ordinary: Any
+
+    def __eq__(cls, other: Any) -> bool:
+        return cls.ordinary is (other.ordinary if isinstance(other, _ViewClass) else other)
+
+    def __hash__(cls) -> int:
+        return hash(cls.ordinary)
+
+
+@cache
+def _class_of_views(kind: type[LayerConfig], cls: Any) -> Any:
+    body: dict[str, Any] = {"__slots__": (), "__module__": __name__, "__qualname__": kind.__name__}
+    body |= {
+        "ordinary": cls,
+        "__eq__": _equal,
+        "__hash__": None,
+    }  # here, where transformers would put its own
+    if kind is ModelConfig:
+        body |= {name: _part(name) for name in getattr(cls, "sub_configs", ())}
+    return _ViewClass(cls.__name__, (kind, cls), body)  # other mappings go by the name
+
+
+def _part(name: str) -> property:
+    def get(config: Any) -> Any:
+        return config.part(name)
+
+    def set_(config: Any, value: Any) -> None:
+        setattr(config.shared, name, value)
+
+    return property(get, set_)
+
+
+def _plain(config: Any) -> Any:
+    """The configuration that a view stands for."""
+    while isinstance(config, LayerConfig):
+        config = config.shared
+    return config
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return _plain(one) == _plain(other)
 
 
 def attention_function(
@@ -175,29 +299,39 @@ def attention_function(
     window = None
     if sliding_window is not None:
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    out, weights = hf.attend(
-        query,
-        key,
-        value,
-        causal=causal,
-        mask=attention_mask,
-        scale=scaling,
-        dropout_p=dropout,
-        filled=filled,
-        cu_seqlens=cu_seqlens,
-        need_weights=hf.weights_wanted(module, kwargs, key=None),
-        window_size=window,
-        softcap=softcap,
-        sinks=s_aux if s_aux is not None else kwargs.get("sinks"),
-        position_bias=position_bias,
-    )
+    options: dict[str, Any] = {
+        "causal": causal,
+        "mask": attention_mask,
+        "scale": scaling,
+        "filled": filled,
+        "cu_seqlens": cu_seqlens,
+        "need_weights": hf.weights_wanted(module, kwargs, key=None),
+        "window_size": window,
+        "softcap": softcap,
+        "position_bias": position_bias,
+    }
+    sinks = s_aux if s_aux is not None else kwargs.get("sinks")
+    out, weights = hf.attend(query, key, value, **options, dropout_p=dropout, sinks=sinks)
+    if weights is not None and sinks is not None and _sinks_scale_the_output(module):
+        _, weights = hf.attend(query, key, value, **options)
     return out.transpose(1, 2), weights
+
+
+def _sinks_scale_the_output(module: nn.Module) -> bool:
+    """Whether a layer's weights are those without sinks: its eager function applies these afterwards."""
+    eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+    return "logsumexp" in getattr(getattr(eager, "__code__", None), "co_names", ())
+
+
+def shown() -> str:
+    """What a patched layer says of itself when its model is printed."""
+    return f"attention={NAME}"
 
 
 def _mask_maker(module: nn.Module) -> str | None:
     """The implementation whose masks a layer gets: its model's."""
     config: Any = module.config
-    return getattr(config, "shared", config)._attn_implementation
+    return (config.shared if isinstance(config, LayerConfig) else config)._attn_implementation
 
 
 def _window(
@@ -253,17 +387,14 @@ def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Itera
         layers: those of its layers to patch, each served by `unsupported`.
         attention_layers: all attention layers of the model.
     """
-    renamed = next((layer.__dict__["config"].renamed for layer in model.modules() if _is_adopted(layer)), [])
     for layer in layers:
-        layer.__dict__["config"] = LayerConfig(layer.__dict__["config"], renamed)
+        layer.__dict__["config"] = view(LayerConfig, layer.__dict__["config"])
+        if type(layer).extra_repr is nn.Module.extra_repr:
+            layer.__dict__["extra_repr"] = shown
     everyone = set(attention_layers)
-    if any(not any(config is known for known, _ in renamed) for config in _wholly_patched(model, everyone)):
-        renamed = _own_configurations(model)
+    views = _views(model, everyone)
     for config in _wholly_patched(model, everyone):
-        if not any(config is known for known, _ in renamed):
-            renamed.append((config, config._attn_implementation))
-        # The public name is a property that would rename the configurations inside as well.
-        config._attn_implementation_internal = NAME
+        next(each for each in views if each.shared is config).rename(True)
     for module in model.modules():
         names = _document_arguments(module)
         if names and not _document_hooks(module) and any(map(_is_adopted, module.modules())):
@@ -277,12 +408,14 @@ def release(model: nn.Module) -> None:
         model: a module, patched or not.
     """
     for module in model.modules():
-        view = module.__dict__.get("config")
-        if isinstance(view, LayerConfig):
-            module.__dict__["config"] = view.shared
-            for config, name in view.renamed:
-                if config._attn_implementation == NAME:
-                    config._attn_implementation_internal = name
+        if _is_adopted(module):
+            for each in getattr(module.__dict__["config"].shared, "views", ()):
+                each.rename(False)  # wherever its model is
+            if module.__dict__.get("extra_repr") is shown:
+                del module.__dict__["extra_repr"]
+        for name, value in module.__dict__.items():
+            if isinstance(value, LayerConfig):
+                module.__dict__[name] = _plain(value)
         for key in _document_hooks(module):
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
@@ -291,7 +424,7 @@ def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[
     """The configurations under which every attention layer understands compact masks."""
     found: dict[int, tuple[Any, list[nn.Module]]] = {}
     for module in model.modules():
-        config = module.__dict__.get("config")
+        config = _plain(module.__dict__.get("config"))
         if isinstance(config, PretrainedConfig) and module not in attention_layers:
             found.setdefault(id(config), (config, []))[1].append(module)
     chosen = []
@@ -300,8 +433,7 @@ def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[
         inner = {
             layer for layer in inner if not isinstance(layer, nn.MultiheadAttention)
         }  # they get no masks
-        # The setting demands that the name be "eager" whenever the configuration is saved.
-        if inner and not config.output_attentions and all(map(_takes_compact_masks, inner)):
+        if inner and all(map(_takes_compact_masks, inner)):
             chosen.append(config)
     return chosen
 
@@ -319,18 +451,35 @@ def _takes_compact_masks(layer: nn.Module) -> bool:
     return max(map(names.count, _MASK_NAMES)) <= 1
 
 
-def _own_configurations(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """Give a model copies of its configurations, shared as before; returns what of them is renamed so far."""
-    memo: dict[int, Any] = {}
-    renamed: list[tuple[Any, str | None]] = []
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if isinstance(value, PretrainedConfig):
-                module.__dict__[name] = copy.deepcopy(value, memo)
-            elif isinstance(value, LayerConfig):
-                module.__dict__[name] = copy.deepcopy(value, memo)
-                renamed = module.__dict__[name].renamed
-    return renamed
+def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
+    """The views of a model's configurations, handed to all its modules but to layers that aren't patched.
+
+    Where no configuration gets this implementation's name, the model keeps those it has.
+    """
+    others = [module for module in model.modules() if module not in attention_layers]
+    held = [
+        (module, name, value)
+        for module in others
+        for name, value in module.__dict__.items()
+        if isinstance(value, PretrainedConfig)
+    ]
+    views = next((value.views for _, _, value in held if isinstance(value, ModelConfig)), [])
+    if not views and not _wholly_patched(model, attention_layers):
+        return []
+    for module, name, value in held:
+        if not isinstance(value, ModelConfig):
+            known = next((each for each in views if each.shared is value), None)
+            if known is None:
+                known = view(ModelConfig, value)
+                known.__setstate__((False, views))
+                views.append(known)
+            module.__dict__[name] = known
+    for layer in filter(_is_adopted, attention_layers):
+        config = layer.__dict__["config"]
+        known = next((each for each in views if each.shared is _plain(config)), None)
+        if known is not None:
+            object.__setattr__(config, "shared", known)
+    return views
 
 
 def keep_documents_apart(

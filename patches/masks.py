@@ -85,7 +85,8 @@ def compact_mask(
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
         if q_length != kv_length:
-            filled = cache_position[-1] + (1 - kv_offset)
+            # Chunked prefill of some releases counts one place too many.
+            filled = (cache_position[-1] + (1 - kv_offset)).clamp(max=kv_length)
     elif q_length is None:
         raise ValueError(
             "a mask needs q_length or cache_position; this release of transformers gives neither"
@@ -133,7 +134,9 @@ def compact_mask(
         missing = kv_length - padding.shape[1]  # places that the mask doesn't reach hold no token
         if not readable or (missing and filled is None) or not bool(padding.all()):
             hidden = F.pad(~padding, (0, missing), value=True)
-            segments = -hidden.to(torch.int32) if segments is None else segments.masked_fill(hidden, -1)
+            # Padding is hidden as a key; as a query it sees what is before it, for its labels may count.
+            apart = 0 if segments is None else segments
+            segments = torch.where(hidden, -1 - apart, apart).to(torch.int32)
     return compact.write(segments, filled, causal=pattern.causal, windowed=pattern.windowed, device=device)
 
 

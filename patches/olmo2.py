@@ -1,8 +1,9 @@
 """OLMo-2's attention layer on `streamattn.attention`.
 
-Contract: outputs and gradients of the eager layer. The norms of q and k act over the full projection, before
-the heads are split. The rotary function is looked up in the model's module at every call, since other
-libraries replace it there; projections and norms are called as modules, since adapters wrap them.
+Contract: outputs and gradients of the eager layer. Self-attention is causal unless a complete mask comes, as
+a user's own 4-D one is: then that alone says who sees whom. The norms of q and k act over the full
+projection, before the heads are split. The rotary function is looked up in the model's module at every call,
+since other libraries replace it there; projections and norms are called as modules, since adapters wrap them.
 
 Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
 
@@ -67,12 +68,13 @@ class StreamOlmo2Attention(Olmo2Attention):
         if cache is not None:
             position = kwargs.get("cache_position")
             k, v, filled = hf.update_cache(cache, k, v, self.layer_idx, position, sin=sin, cos=cos)
+        mask = kwargs.get("attention_mask")
         out, weights = hf.attend(
             q,
             k,
             v,
-            causal=True,
-            mask=kwargs.get("attention_mask"),
+            causal=not hf.is_complete(mask),
+            mask=mask,
             scale=self.scaling,
             dropout_p=self.attention_dropout if self.training else 0.0,
             filled=filled,

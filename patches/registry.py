@@ -14,11 +14,15 @@ replacement
   it);
 - may have static ``attach(model)`` and ``detach(model)``, which settle what stands around the layers: run
   after they have changed sides, any number of times, and before they change back.
+
+torch gives a layer a class of its own where it shards (`fully_shard`) or parametrizes it, made of the layer's
+class at run time. Such a class changes sides too: `made_of` makes another like it.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -57,12 +61,61 @@ def uses_interface(module: nn.Module) -> bool:
     return code is not None and INTERFACE in code.co_names and listed_class(module) is None
 
 
+def replacement_of(module: nn.Module) -> Any:
+    """The class of the table that `module` runs on, whatever wrapped it since; None if there is none."""
+    paths = REPLACEMENTS.values()
+    return next((cls for cls in type(module).__mro__ if path_of(cls) in paths), None)
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether `module` runs on a replacement of the table, or asks the interface for this implementation."""
-    if path_of(type(module)) in REPLACEMENTS.values():
+    if replacement_of(module) is not None:
         return True
     config = getattr(module, "__dict__", {}).get("config")
     return path_of(type(config)) == LAYER_CONFIG and uses_interface(module)
+
+
+def foreign_subclass(cls: type, base: type) -> type | None:
+    """What lies between a layer's class and the one of the table, and may compute something else.
+
+    Args:
+        cls: the layer's class.
+        base: the class of the table.
+
+    Returns:
+        The first subclass of `base` in `cls` that torch didn't make at run time; None if there is none.
+    """
+    between = (each for each in cls.__mro__ if issubclass(each, base) and each is not base)
+    return next((each for each in between if not _is_made_by_torch(each)), None)
+
+
+def _is_made_by_torch(cls: type) -> bool:
+    """Whether `cls` is of a function of torch's: it can't be found under its name."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__.split(".")[0] == "torch" and not hasattr(module, cls.__name__)
+
+
+def made_of(new: type, old: type, cls: type, made: dict[type, type]) -> type:
+    """`cls`, which is `old` or was made of it by torch, as torch would have made it of `new`.
+
+    Methods and properties stay, so that what wraps the layer finds them. `cls` itself stays as it is, for
+    other layers may have it.
+
+    Args:
+        new: the class to stand on.
+        old: the class that `cls` stands on.
+        cls: the class of a layer; see `foreign_subclass`.
+        made: what was made so far, so that layers that shared a class go on sharing one.
+    """
+    if cls is old:
+        return new
+    if not issubclass(cls, old):
+        return cls
+    if cls not in made:
+        body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        bases = tuple(made_of(new, old, base, made) for base in cls.__bases__)
+        made[cls] = type(cls)(cls.__name__.replace(old.__name__, new.__name__), bases, body)
+    return made[cls]
 
 
 def replacement_for(cls: type) -> Any:

@@ -476,13 +476,6 @@ def test_fully_sharded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert gradient_error(found, gradients(reference, ids)) < TOLERANCE
 
 
-def test_a_sharded_attention_layer_says_to_patch_first(family: str, process_group: None) -> None:
-    model = build(family)
-    fully_shard(model.get_submodule(names(family)[0]), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="patch before wrapping"):
-        patch_model(model)
-
-
 def test_through_a_compiled_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: Any = torch.compile(build(family), backend="eager")
     assert patch_model(compiled) is compiled

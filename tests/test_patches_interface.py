@@ -134,6 +134,24 @@ def test_a_decoder_that_sees_both_ways(name: str) -> None:
         assert error(model(**arguments).logits, reference(**arguments).logits, valid) < TOLERANCE
 
 
+@pytest.mark.parametrize("side", ["left", "right", "within"])
+@pytest.mark.parametrize("name", present("Llama", "Mistral", "gpt-oss", "BART"))
+def test_places_of_padding_see_what_is_before_them(name: str, side: str) -> None:
+    """Labels may count there, where the padding is an ordinary token; only rows that see nothing differ."""
+    model, reference = pair(name)
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, {"left": slice(0, 7), "right": slice(12, LENGTH), "within": slice(5, 9)}[side]] = 0
+    seen = mask.cumsum(1) > 0
+    key = "decoder_attention_mask" if name == "BART" else "attention_mask"
+    ids = {"decoder_input_ids": tokens(2, LENGTH)} if name == "BART" else {}
+    found = patch_model(model)(tokens(2, LENGTH), **{key: mask}, **ids).logits
+    expected = reference(tokens(2, LENGTH), **{key: mask}, **ids).logits
+    if name in ("Mistral", "gpt-oss"):
+        seen = mask.unfold(1, WINDOW, 1).sum(-1) > 0  # of the last WINDOW places
+        seen = torch.cat([mask[:, : WINDOW - 1].cumsum(1) > 0, seen], dim=1)
+    assert error(found, expected, seen) < TOLERANCE
+
+
 # Part of a model
 
 
@@ -284,7 +302,7 @@ def test_copies(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.config is not model.config
     for path in LAYERS:
         view = other.get_submodule(path).config
-        assert type(view) is LayerConfig
+        assert isinstance(view, LayerConfig)
         assert view.shared is other.config
     ids = tokens(1, 7)
     assert torch.equal(other(ids).logits, model(ids).logits)
@@ -324,16 +342,6 @@ def test_through_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped.config is wrapped.base_model["model"].config
     assert runs(wrapped, monkeypatch) == 2
     assert runs(unpatch_model(wrapped), monkeypatch) == 0
-
-
-def test_output_attentions_in_the_configuration() -> None:
-    """It demands the name "eager" whenever the configuration is checked, so the model keeps that."""
-    model = build("Llama")
-    model.config.output_attentions = True
-    patch_model(model)
-    assert model.config._attn_implementation == "eager"
-    out = model(tokens(1, 6))
-    assert len(out.attentions) == 2
 
 
 # What can't be served

@@ -228,3 +228,15 @@ def test_a_mask_of_another_size_raises() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_integer_masks_of_users_are_no_compact_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert not patches.compact.is_compact(torch.ones(shape, dtype=dtype))
+
+
+def test_a_place_whose_key_is_hidden_keeps_its_document() -> None:
+    """As a query it sees what its document holds before it, and nothing of the first one."""
+    starts = torch.tensor([[False, True, False, False]])
+    padding = torch.tensor([[1, 1, 1, 0, 1]])
+    seen = patches.compact.read(patches.compact.of_documents(starts, padding), 1, 5, 5)
+    assert seen.segment_ids is not None
+    queries, keys = seen.segment_ids
+    assert queries.tolist() == [[0, 0, 1, 1, 1]]
+    assert keys[padding == 1].tolist() == [0, 0, 1, 1]
+    assert int(keys[padding == 0]) < 0

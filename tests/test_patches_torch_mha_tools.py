@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.ao.nn.quantizable import MultiheadAttention as QuantizableMultiheadAttention
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from patches import patch_model, patch_report, unpatch_model
@@ -58,16 +57,11 @@ class OwnAttention(nn.MultiheadAttention):
     """A user's subclass."""
 
 
-def parametrised() -> nn.Module:
-    return parametrizations.weight_norm(nn.MultiheadAttention(E, HEADS), "in_proj_weight")
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: OwnAttention(E, HEADS), "OwnAttention is a subclass of MultiheadAttention"),
         (lambda: QuantizableMultiheadAttention(E, HEADS), "quantizable.*is a subclass of MultiheadAttention"),
-        (parametrised, "patch before wrapping the layer"),
         (
             lambda: nn.MultiheadAttention(E, HEADS, dropout=1.0),
             r"dropout must be a probability in \[0, 1\), got 1.0",
