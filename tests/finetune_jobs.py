@@ -91,3 +91,9 @@ def run(*words: str, torchrun: int = 0, **environment: str) -> tuple[int, str, s
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers too
     return process.returncode, out, err
+
+
+def own_lines(err: str) -> list[str]:
+    """What a job that did not start says on stderr, less what libraries print when they are imported."""
+    assert "Traceback" not in err
+    return [line for line in err.splitlines() if line.startswith("streamattn finetune: ")]

@@ -41,13 +41,19 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of a launch: bytes of shared memory, and how often each instruction stands, and
-    how often the tensor cores are waited for.
+    """What the compiler made of a launch.
+
+    Attributes:
+        shared: bytes of shared memory.
+        instructions: how often each stands in the code.
+        product_waits: how often the tensor cores are waited for.
+        undefined: instructions that read a uniform register which nothing above has written.
     """
 
     shared: int
     instructions: Counter[str]
     product_waits: int
+    undefined: list[str]
 
     @property
     def spills(self) -> int:
@@ -86,5 +92,30 @@ def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
     command = [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # "/*0040*/   @P0 LDL.64 R4, [R1] ;"
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", sass, flags=re.MULTILINE)
-    return Compiled(binary.metadata.shared, Counter(names), sass.count("WARPGROUP.DEPBAR"))
+    lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9][^;]*)", sass, flags=re.MULTILINE)
+    names = Counter(re.split(r"[. ]", line)[0] for line in lines)
+    waits = sass.count("WARPGROUP.DEPBAR")
+    return Compiled(binary.metadata.shared, names, waits, undefined_reads(lines))
+
+
+def undefined_reads(lines: list[str]) -> list[str]:
+    """Those of a kernel's instructions that read a uniform register above its first definition.
+
+    A product is left out: it names a group of four, of which it may read two.
+    """
+    defined: set[int] = set()
+    found = []
+    for line in lines:
+        operation, _, rest = line.strip().partition(" ")
+        target, *sources = [operand.strip() for operand in rest.split(",")]
+        written = re.fullmatch(r"UR(\d+)", target)
+        if written is None:
+            sources.append(target)
+        read = {int(number) for source in sources for number in re.findall(r"\bUR(\d+)", source)}
+        if "gdesc" not in line and not read <= defined:
+            found.append(line.strip())
+        defined |= read
+        if written is not None:
+            words = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
+            defined.update(range(int(written[1]), int(written[1]) + words))
+    return found

@@ -10,6 +10,7 @@ import pytest
 
 import streamattn
 from streamattn import cli, finetune
+from tests.finetune_jobs import own_lines
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,6 +61,6 @@ def test_python_dash_m() -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    (line,) = own_lines(done.stderr)
     assert line.startswith("streamattn finetune: no file 'configs/gpt2-nano.yaml'; near it: ")
     assert "gpt2-nano_stdlib_cpu.yaml" in line

@@ -186,6 +186,17 @@ def mask_pointers(
     return attn_mask, q_segments, kv_segments, kv_lengths, seed
 
 
+def padded(head_dim: int, other: int, itemsize: int) -> int:
+    """Columns of the tiles of a tensor with `head_dim` columns, beside tiles of `other` columns.
+
+    Rows of less than 128 bytes are laid out in an order of their own. Where tiles of two orders take turns in
+    one buffer, ptxas 12.8 (of Triton 3.6) forgets to compute its address for the second product, which then
+    reads anything. So the narrower tiles get the order of the wider ones.
+    """
+    widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, other)]
+    return max(widths[0], min(max(widths), 128 // itemsize))
+
+
 def call_arguments(
     tile: Tile,
     q: Tensor,
@@ -246,8 +257,8 @@ def call_arguments(
         HEAD_DIM_V=head_dim_v,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(head_dim_v)),
+        BLOCK_D=padded(head_dim, head_dim_v, q.element_size()),
+        BLOCK_DV=padded(head_dim_v, head_dim, q.element_size()),
         HAS_LEFT=window_left < UNBOUNDED,
         HAS_RIGHT=window_right < UNBOUNDED,
         MASK_KIND=mask_kind,

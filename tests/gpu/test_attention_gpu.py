@@ -144,7 +144,7 @@ def test_tf32_only_when_pytorch_allows_it(allow):
 OPTIONS: dict[str, list[Any]] = {
     "heads": [(2, 2), (6, 2), (4, 1)],
     "sizes": [(200, 200), (127, 513), (513, 127), (1, 300), (1023, 1024)],
-    "dims": [(64, 64), (128, 128), (80, 48), (192, 256)],
+    "dims": [(64, 64), (128, 128), (80, 48), (192, 256), (64, 32)],
     "causal": [False, True],
     "window_size": [None, 100, (70, 20), (0, -1)],
     "mask": ["none", "bool", "additive_heads", "trained", "trained_keys", "additive_expanded"],
@@ -193,9 +193,12 @@ def test_any_head_dim(head_dim, dtype, poisoned):
     judge(ours(inputs), expected(inputs), dtype, case)
 
 
-@pytest.mark.parametrize("dims", [(192, 128), (64, 256), (96, 20), (256, 16)], ids=str)
-def test_values_of_another_width(dims, poisoned):
-    case = Case(batch=1, q_len=300, kv_len=333, head_dim=dims[0], value_dim=dims[1])
+@pytest.mark.parametrize("mask", ["none", "additive_rows", "bool_rows"])
+@pytest.mark.parametrize(
+    "dims", [(192, 128), (64, 256), (96, 20), (256, 16), (64, 32), (40, 24), (128, 32), (16, 64)], ids=str
+)
+def test_values_of_another_width(dims, mask, poisoned):
+    case = Case(batch=1, q_len=300, kv_len=333, head_dim=dims[0], value_dim=dims[1], mask=mask)
     inputs = case.build(torch.bfloat16, "cuda")
     judge(ours(inputs), expected(inputs), torch.bfloat16, case)
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import streamattn.kernels.launch
 from streamattn.kernels import backward, forward, mask_gradient
-from tests.offline import SHARED_BYTES, Launch, compiled
+from tests.offline import SHARED_BYTES, Launch, compiled, undefined_reads
 
 
 @pytest.fixture
@@ -53,21 +53,24 @@ def launch_all(
     dtype: torch.dtype,
     head_dim: int,
     *,
+    value_dim: int | None = None,
     window: tuple[int, int] = (UNBOUNDED, 0),
     mask: torch.dtype | None = None,
     everything: bool = False,
 ) -> None:
     """Forward and backward of 8 query heads over 4 key heads, 4096 tokens.
 
-    mask: the type of a dense mask, None = none. everything: with segments, lengths, softcap, dropout, sinks
-    and the gradient of lse.
+    value_dim: head dimension of v, None = that of q. mask: the type of a dense mask, None = none. everything:
+    with segments, lengths, softcap, dropout, sinks and the gradient of lse.
     """
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q = empty(2, 4096, 8, head_dim).transpose(1, 2)
-    k, v = (empty(2, 4096, 4, head_dim).transpose(1, 2) for _ in range(2))
+    k = empty(2, 4096, 4, head_dim).transpose(1, 2)
+    v = empty(2, 4096, 4, value_dim or head_dim).transpose(1, 2)
+    out = empty(2, 4096, 8, value_dim or head_dim).transpose(1, 2)
     lse = empty(2, 8, 4096, dtype=torch.float32)
     attn_mask = None if mask is None else empty(2, 8, 4096, 4096, dtype=mask)
     segments = empty(2, 4096, dtype=torch.int32) if everything else None
@@ -78,10 +81,10 @@ def launch_all(
     forward.attention_forward(q, k, v, attn_mask, *masks, sinks, *options)
     dlse = lse if everything else None
     *_, lse2, delta = backward.attention_backward(
-        q, dlse, q, k, v, q, lse, attn_mask, *masks, sinks, *options
+        out, dlse, q, k, v, out, lse, attn_mask, *masks, sinks, *options
     )
     if attn_mask is not None and attn_mask.is_floating_point():
-        mask_gradient.attention_mask_gradient(q, q, k, v, lse2, delta, attn_mask, *masks, *options)
+        mask_gradient.attention_mask_gradient(out, q, k, v, lse2, delta, attn_mask, *masks, *options)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,27 @@ def test_every_row_fits(launches, arch, dtype, head_dim, tmp_path):
             # the gradient of a float32 mask spills more and is let be: it is rare
             if name != "dmask":
                 assert binary.spills < binary.instructions.total() / 4, (title, name, binary.spills)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "mask"), [(64, 32, torch.bfloat16), (128, 16, torch.bfloat16), (40, 24, None)]
+)
+def test_every_product_has_its_address(launches, head_dim, value_dim, mask, tmp_path):
+    """A compiler that lost it had products of v read anything (see `launch.padded`)."""
+    call = {"value_dim": value_dim, "mask": mask}
+    for name, launch in launches("sm_90", torch.bfloat16, head_dim, call).items():
+        assert compiled(launch, "sm_90", tmp_path).undefined == [], name
+
+
+def test_an_address_that_is_lost_is_found():
+    """Lines of the machine code of that fault."""
+    lines = [
+        "ULDC.64 UR8, c[0x0][0x270] ",
+        "UIADD3 UR16, UP0, UR16, 0x40, URZ ",
+        "UIADD3.X UR9, UR17, -0x7fffffe0, URZ, UP0, !UPT ",
+        "UIADD3 UR17, UR9, UR16, URZ ",
+    ]
+    assert undefined_reads(lines) == [line.strip() for line in lines[1:3]]
 
 
 def test_a_tile_that_is_too_large_is_found(launches, tmp_path):
