@@ -5,6 +5,7 @@ A command's module is imported when it is called, so that ``info`` works where t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,9 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command and its arguments; None = those of the process.
 
     Returns:
-        The exit status: 0, or 2 where the command line is wrong.
+        The exit status: 0, or 2 where the command line is wrong; without a word 1 where the reader of a pipe
+        has gone, and 130 after Ctrl-C.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go, and Python would flush it again on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:  # while the command's module was imported
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _COMMANDS:
         return import_module(f"streamattn.{arguments[0]}").main(arguments[1:])
     if arguments == ["--version"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
@@ -66,11 +67,13 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": labels}
 
 
-def read_documents(source: str | None) -> tuple[Iterable[str], Iterable[str]]:
+def read_documents(source: str | None, leave_out: Path | None = None) -> tuple[Iterable[str], Iterable[str]]:
     """The documents to train on and the held-out ones.
 
     Args:
         source: a file, a folder, or ``name[:configuration]`` of a data set; None = Python's standard library.
+        leave_out: a run's folder, which may lie inside the folder ``source``: no file of it is read, nor of
+            the earlier runs that were moved aside to ``<leave_out>.1``, ``<leave_out>.2`` and so on.
 
     Returns:
         Two iterables of texts that can be walked repeatedly. Files are held out whole, chosen by a hash of
@@ -84,7 +87,7 @@ def read_documents(source: str | None) -> tuple[Iterable[str], Iterable[str]]:
         return _standard_library()
     path = Path(source).expanduser()
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, leave_out)
     if path.exists():
         return _single_file(path)
     looks_like_path = (
@@ -107,7 +110,7 @@ def _standard_library() -> tuple[list[str], list[str]]:
     return _split_files(root, files, STDLIB_HELD_OUT_SHARE)
 
 
-def _folder(root: Path) -> tuple[list[str], list[str]]:
+def _folder(root: Path, leave_out: Path | None) -> tuple[list[str], list[str]]:
     if not os.access(root, os.R_OK | os.X_OK):
         raise ValueError(f"data: can't read the folder {str(root)!r}: permission denied")
     files = [
@@ -115,6 +118,10 @@ def _folder(root: Path) -> tuple[list[str], list[str]]:
         for f in root.rglob("*")
         if f.is_file() and not any(part.startswith(".") for part in f.relative_to(root).parts)
     ]
+    base = root.resolve()
+    if leave_out is not None and base in leave_out.resolve().parents:
+        run = re.compile(re.escape(leave_out.resolve().relative_to(base).as_posix()) + r"(\.\d+)?/")
+        files = [f for f in files if not run.match(f.relative_to(root).as_posix())]
     return _split_files(root, files, HELD_OUT_SHARE)
 
 
@@ -228,14 +235,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> np.ndarray:
-    """Tokens of all texts, each followed by the end-of-text token, as blocks [N, seq_len] uint32."""
+    """Tokens of all texts, each followed by the end-of-text token, as blocks [N, seq_len] uint32.
+
+    Raises:
+        ValueError: there is text, but to the tokenizer all of it is special tokens, or nothing.
+    """
+    characters = 0
     end = np.array([tokenizer.eos_token_id], dtype=np.uint32)
     pieces: list[np.ndarray] = []
     for batch in _batches(texts, _DOCUMENTS_AT_ONCE):
+        characters += sum(map(len, batch))
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
         for ids in encoded["input_ids"]:
             pieces += [np.array(ids, dtype=np.uint32), end]
     tokens = np.concatenate(pieces) if pieces else end[:0]
+    # What AutoTokenizer makes of a model's folder without a tokenizer's files.
+    if characters and set(tokenizer.all_special_ids).issuperset(np.unique(tokens).tolist()):
+        raise ValueError(
+            f"the tokenizer at {tokenizer.name_or_path!r} has no vocabulary for this text: of {characters} "
+            "characters it makes special tokens only; give another with --tokenizer"
+        )
     blocks = len(tokens) // seq_len
     return tokens[: blocks * seq_len].reshape(blocks, seq_len)
 
@@ -280,6 +299,13 @@ def read_blocks(folder: Path, made_from: dict[str, Any]) -> tuple[TokenBlocks, T
         train, held_out = (
             TokenBlocks(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "held_out")
         )
+        if not isinstance(stored, dict):
+            raise ValueError(f"{description.name} holds {type(stored).__name__}, not names and values")
+        for part in (train, held_out):
+            if part.blocks.ndim != 2 or part.blocks.dtype != np.uint32:
+                raise ValueError(
+                    f"expected blocks [N, seq_len] uint32, got {part.blocks.dtype} {part.blocks.shape}"
+                )
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{folder} is damaged ({error}); delete it, and the text is packed again") from None
     for key, value in made_from.items():

@@ -6,6 +6,7 @@ checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `str
 this file builds the trainer, finds the checkpoint to go on from, and reports.
 
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training.
+No run overwrites another: an unfinished one goes on or is left alone, a finished one is moved aside.
 
 Left out on purpose: a training loop, and parallelism beyond DDP.
 """
@@ -13,7 +14,6 @@ Left out on purpose: a training loop, and parallelism beyond DDP.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import resource
@@ -51,7 +51,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from patches import patch_model, patch_report
 from streamattn.data import TokenBlocks, pack, read_blocks, read_documents, train_tokenizer, write_blocks
-from streamattn.job import Job, check_launch, job_keys, load_shape, read_job
+from streamattn.job import (
+    Job,
+    check_batches,
+    check_causal,
+    check_launch,
+    job_keys,
+    last_step,
+    load_shape,
+    move_aside,
+    read_job,
+    trainer_state,
+)
 
 COMPARED_TOKENS = 512
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
@@ -59,7 +70,16 @@ LONGEST_MESSAGE = 600
 
 
 class Refused(ValueError):
-    """transformers can't start with what the job asks for."""
+    """The job can't be started as it was asked for."""
+
+
+class Finished(Exception):
+    """The run that was to go on is at its last step."""
+
+    def __init__(self, output_dir: Path | str, step: int) -> None:
+        super().__init__(
+            f"the run in {output_dir} is finished at step {step} of {step}: nothing is left to do"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: ``CONFIG [--key value ...]``; None = the process's arguments.
 
     Returns:
-        The exit status: 0, or 2 after a mistake that was printed as one line.
+        The exit status: 0; 2 after a mistake and 130 after Ctrl-C, each printed as one line.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -77,21 +97,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = sorted(job_keys() - {"context_parallel_size"})  # only its default is served yet
         print(f"keys: {', '.join(keys)}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
+    status, job, trainer = 0, None, None
+    speaks = os.environ.get("RANK", "0") == "0"
     try:
-        job = read_job(arguments)
-        if check_launch(job, os.environ):
-            _join_process_group(job)
-        trainer, checkpoint = build_trainer(job)
-    except (ValueError, OSError) as error:
-        print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
-        _leave_process_group()
-        return 2
-    status = 0
-    try:
+        try:
+            job = read_job(arguments)
+            if check_launch(job, os.environ):
+                _join_process_group(job)
+            trainer, checkpoint = build_trainer(job)
+        except (ValueError, OSError) as error:
+            raise Refused(_one_line(error)) from error
         train(trainer, checkpoint)
     except Refused as error:
         print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
         status = 2
+    except Finished as note:
+        if speaks:
+            print(note)
+    except KeyboardInterrupt:
+        if speaks:
+            print(f"streamattn finetune: interrupted; {_way_on(job)}", file=sys.stderr)
+        status = 130
     # DDP's reducer must not be the last to hold the process group: it would keep the GIL while it waits for
     # Gloo's thread, which may wait for the GIL.
     del trainer
@@ -109,10 +135,13 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     Raises:
         ValueError: the job asks for something that doesn't fit together.
         OSError: a model or tokenizer that isn't there, a process group that can't be joined.
+        Finished: there is nothing left to do, and nothing was touched.
     """
     with _refusing("transformers.TrainingArguments"):
         arguments = TrainingArguments(**job.training)
-    checkpoint = _checkpoint_to_resume(job, arguments)
+    # One process may move an earlier run aside: only then do the others look.
+    with arguments.main_process_first(local=arguments.save_on_each_node, desc="looking for earlier runs"):
+        checkpoint = _checkpoint_to_resume(job, arguments)
     set_seed(arguments.seed)
     if job.model is not None:
         config = _from_pretrained(AutoConfig, "model", job.model)
@@ -130,6 +159,9 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
             setattr(config, name, getattr(tokenizer, name))
         with _refusing("shape"):
             model = AutoModelForCausalLM.from_config(config)
+            _logits(model, torch.zeros(1, 2, dtype=torch.long), arguments)  # sizes that don't fit fail here
+    check_causal(model.config)
+    check_batches(arguments, len(train_blocks), len(held_out))
     # From here on a bar would be one of a checkpoint's saving.
     disable_progress_bar()
     _spare_warnings(model)
@@ -162,6 +194,8 @@ def _refusing(what: str, begun: _Begun | None = None) -> Iterator[None]:
     """Until training has begun, turn any error into a `Refused` of one line that starts with ``what``."""
     try:
         yield
+    except (Refused, Finished):
+        raise
     except Exception as error:  # which one differs between releases, and from one key to the next
         if begun is not None and begun.yes:
             raise
@@ -215,7 +249,7 @@ def _prepare_text(
             f"the main process left no text in {folder / 'blocks'}: see its message, or put output_dir on a "
             "file system that all nodes share"
         )
-    texts, held_out_texts = read_documents(job.data) if blocks is None else ([], [])
+    texts, held_out_texts = read_documents(job.data, leave_out=folder) if blocks is None else ([], [])
 
     if pretrained is not None:
         tokenizer = _from_pretrained(AutoTokenizer, "tokenizer", pretrained)
@@ -306,11 +340,21 @@ class _LossesAndBar(_Losses, ProgressCallback):
 
 
 class _Begun(TrainerCallback):
-    """Knows whether everything is set up and the first step comes next."""
+    """Knows whether everything is set up and the first step comes next; stops a run that has none left.
+
+    Trainer would do one step more.
+    """
 
     yes = False
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > state.max_steps:
+            raise Refused(
+                f"resume: the checkpoint is at step {state.global_step} but this job ends at step "
+                f"{state.max_steps}; pass a larger max_steps or num_train_epochs"
+            )
+        if state.global_step == state.max_steps:
+            raise Finished(args.output_dir, state.global_step)
         self.yes = True
 
 
@@ -340,11 +384,11 @@ def _why_incomplete(checkpoint: Path) -> str | None:
     """What is missing or cut off in a checkpoint; None if it is complete."""
     try:
         # Rank 0 writes this file last.
-        state = _state(checkpoint)
+        state = trainer_state(checkpoint)
         recorded = state["stateful_callbacks"].get(_RecordWorldSize.__name__, {})
-    except (OSError, ValueError, TypeError, KeyError):
+        world_size = int(recorded.get("args", {}).get("world_size", 1))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return "no readable trainer_state.json"
-    world_size = recorded.get("args", {}).get("world_size", 1)
     ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
     weights = list(checkpoint.glob("*.safetensors"))
     if not weights:
@@ -364,9 +408,12 @@ def _why_incomplete(checkpoint: Path) -> str | None:
     return None
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
-    """Trainer's state at a checkpoint."""
-    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+def _way_on(job: Job | None) -> str:
+    """What to do after Ctrl-C."""
+    found = None if job is None else last_checkpoint(job.output_dir)[0]
+    if found is None:
+        return "there is no checkpoint yet, so start again"
+    return f"go on from {found} with --resume"
 
 
 def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
@@ -385,32 +432,46 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
 
     Raises:
         ValueError: the named checkpoint isn't complete, or a fresh start would bury an unfinished run.
+        Finished: the run to go on with ended, and left no checkpoint from which it could be prolonged.
     """
+    output = job.output_dir
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun --max-restarts
     named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
+    found, broken = last_checkpoint(output)
+    state = None if found is None else trainer_state(found)
+    last = last_step(output)
+    # A run that keeps no checkpoints, or only its best, ends behind the newest.
+    ended = last is not None and (state is None or last > state["global_step"])
+    console = Console(quiet=arguments.process_index != 0)
     if named is not None:
         reason = _why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
         if reason is not None:
             raise ValueError(f"resume: {named!r} is not a complete checkpoint ({reason})")
-        return named
-    output = job.output_dir
-    found, broken = last_checkpoint(output)
-    # torchrun --max-restarts starts the same command line again.
-    resume = bool(job.resume) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    console = Console(quiet=arguments.process_index != 0)
-    if resume:
+        if restarted or output.resolve() in Path(named).resolve().parents:
+            return named
+    elif job.resume or restarted:
         for folder, reason in broken.items():
             console.print(f"skipping {folder}: {reason}", markup=False, soft_wrap=True)
+        if last is not None and ended and arguments.max_steps <= last:
+            raise Finished(output, last)
         note = f"resuming from {found}" if found else f"no complete checkpoint in {output}: starting afresh"
         console.print(note, markup=False, soft_wrap=True)
-        return None if found is None else str(found)
-    if found is not None:
-        state = _state(found)
-        if state["global_step"] < state["max_steps"]:
+        if found is not None:
+            return str(found)
+    # From here on it is a start into output_dir, afresh or from another run's checkpoint.
+    if state is not None and not ended and state["global_step"] < state["max_steps"]:
+        raise ValueError(
+            f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
+            "go on with --resume, or start afresh with another --output_dir"
+        )
+    if found is not None or (output / "trainer_state.json").exists() or any(output.glob("*.safetensors")):
+        if not arguments.should_save:
             raise ValueError(
-                f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
-                "go on with --resume, or start afresh with another --output_dir"
+                f"{output} holds a finished run that the main process didn't move; see its message"
             )
-    return None
+        note = f"moved the finished run in {output} to {move_aside(job)}"
+        console.print(note, markup=False, soft_wrap=True)
+    return named
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
@@ -418,28 +479,37 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
 
     Raises:
         Refused: an optimizer, a schedule or a checkpoint that transformers can't begin with.
+        Finished: the checkpoint is of the last step, and the model of that step is saved already.
     """
     arguments = trainer.args
     start = time.perf_counter()
-    first_logged = 0
+    first_step = first_logged = 0
     if checkpoint is not None:
-        state = _state(Path(checkpoint))
+        state = trainer_state(Path(checkpoint))
         first_step, first_logged = state["global_step"], len(state["log_history"])
-    else:
-        first_step = 0
     begun = _Begun()
     trainer.add_callback(begun)
-    with _refusing("transformers.Trainer", begun):
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        with _refusing("transformers.Trainer", begun):
+            result = trainer.train(resume_from_checkpoint=checkpoint)
+    except Finished:
+        if last_step(Path(arguments.output_dir or "")) == trainer.state.global_step:
+            raise
+        # Killed between its last checkpoint and its end: what is left is to evaluate and save.
+        trainer.is_in_train = False
+        if arguments.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+        result = None
     seconds = time.perf_counter() - start
     history = trainer.state.log_history
     seconds -= sum(entry.get("eval_runtime", 0.0) for entry in history[first_logged:])
     evaluated = [entry for entry in history if "eval_loss" in entry]
     up_to_date = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
+    trainer.save_model()  # first: with bf16_full_eval an evaluation leaves half precision behind
     final = evaluated[-1] if up_to_date and not arguments.load_best_model_at_end else trainer.evaluate()
-    trainer.save_model()
     trainer.save_state()
-    trainer.save_metrics("train", result.metrics)
+    if result is not None:
+        trainer.save_metrics("train", result.metrics)
     trainer.save_metrics("eval", final)
     if not trainer.is_world_process_zero():
         return
@@ -450,20 +520,28 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     tokens = steps * blocks * dataset.blocks.shape[1]
     loss = final["eval_loss"]
-    first = evaluated[0]["eval_loss"] if evaluated else loss
+    held_out_loss = f"{loss:.4f}"
+    if evaluated and evaluated[0]["step"] < trainer.state.global_step:
+        first = evaluated[0]["eval_loss"]
+        held_out_loss += f" ({loss / first:.2f} of the first, {first:.4f})"
     table = Table(show_header=False, title="results")
     table.add_column()
     table.add_column(overflow="fold")  # a path is of no use cut short
-    table.add_row("training loss", f"{result.training_loss:.4f} (mean over {steps} steps)")
-    table.add_row("held-out loss", f"{loss:.4f} ({loss / first:.2f} of the first, {first:.4f})")
-    table.add_row("held-out perplexity", f"{math.exp(min(loss, 700.0)):.2f}")
-    table.add_row(
-        "tokens/s", f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
-    )
+    if result is not None:
+        table.add_row("training loss", f"{result.training_loss:.4f} (mean over {steps} steps)")
+    table.add_row("held-out loss", held_out_loss)
+    table.add_row("held-out perplexity", f"{math.inf if loss > 700 else math.exp(loss):.2f}")
+    if result is not None:
+        speed = f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
+        table.add_row("tokens/s", speed)
     table.add_row("peak memory", _peak_memory(arguments.device))
     table.add_row("saved in", arguments.output_dir)
     console = Console()
     console.print(table)
+    if not math.isfinite(loss):
+        note = f"the run diverged: its held-out loss is {loss}, so there is no sample"
+        console.print(f"{note}; try a smaller learning_rate", soft_wrap=True)
+        return
     prompt, continuation = _sample(trainer)
     console.print("sample (prompt, then | and what the model wrote):", style="bold")
     console.print(f"{prompt}|{continuation}", markup=False, highlight=False, soft_wrap=True)

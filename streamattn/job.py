@@ -1,5 +1,7 @@
 """What a fine-tuning run was asked for: the YAML, the command line, and torchrun's environment variables.
 
+Beside that the checks which need no trainer, and what an earlier run left in ``output_dir``.
+
 The YAML is flat: the fields of `Job`, and any field of ``transformers.TrainingArguments``. ``--key value`` on
 the command line overrides one of them, ``--resume`` goes on from the last complete checkpoint. Every mistake
 raises a ValueError or ConnectionError of one line: what was expected, what came, and what to do.
@@ -10,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import itertools
+import json
 import math
+import os
 import re
 import socket
 import sys
@@ -25,6 +30,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoConfig, PretrainedConfig, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 MASTER_TIMEOUT = timedelta(seconds=60)
 
@@ -107,6 +113,9 @@ class Job:
         return Path(self.training["output_dir"])
 
     def __post_init__(self) -> None:
+        for key in ("model", "shape", "tokenizer", "data"):
+            if getattr(self, key) == "":
+                raise ValueError(f"{key}: expected a path or a name, got an empty string; leave the key out")
         if (self.model is None) == (self.shape is None):
             raise ValueError(
                 f"expected either model or shape, got model={self.model!r} and shape={self.shape!r}"
@@ -133,6 +142,8 @@ def read_job(argv: Sequence[str]) -> Job:
     _check_keys(values, origin=str(path))
     overrides, override_texts = _parse_overrides(rest)
     resume = overrides.pop("resume", False)
+    if resume in (None, ""):
+        raise ValueError("resume: expected the folder of a checkpoint, or nothing, got an empty string")
     _check_keys(overrides, origin="command line")
     for chosen, other in (("model", "shape"), ("shape", "model")):
         if overrides.get(chosen) is not None and other not in overrides:
@@ -141,12 +152,10 @@ def read_job(argv: Sequence[str]) -> Job:
     texts |= override_texts
     hints = {**typing.get_type_hints(TrainingArguments), **typing.get_type_hints(Job)}
     values = {key: _typed(key, value, hints[key], texts[key]) for key, value in values.items()}
+    # Once, for all who read them: TrainingArguments does it, but for its own output_dir only.
+    values = {key: _expand_home(value) for key, value in values.items()}
     own = {key: values.pop(key) for key in job_keys() & values.keys()}
-    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if values.get(key, 1) < 1:
-            raise ValueError(f"{key}: expected at least 1, got {values[key]}")
-    if values.get("max_steps") == 0:  # Trainer would do one step
-        raise ValueError("max_steps: expected at least 1, or -1 to go by num_train_epochs, got 0")
+    _check_training(values)
     values["output_dir"] = values.get("output_dir") or f"runs/{path.stem}"
     values.setdefault("report_to", "none")
     values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
@@ -161,7 +170,10 @@ def read_job(argv: Sequence[str]) -> Job:
         # (huggingface/peft#313).
         values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": False})
     return Job(
-        config=path, training=values, resume=resume if isinstance(resume, bool) else str(resume), **own
+        config=path,
+        training=values,
+        resume=resume if isinstance(resume, bool) else _expand_home(str(resume)),
+        **own,
     )
 
 
@@ -211,7 +223,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``--key value``, ``--key=value`` or ``--key`` (true): the values, read as YAML, and their texts."""
+    """``--key value``, ``--key=value`` or ``--key`` (true): the values, read as YAML, and their texts.
+
+    An empty value is an empty string: to the YAML it would be none, the default.
+    """
     values: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     words = list(words)
@@ -223,9 +238,11 @@ def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, An
         if not equals:
             text = words.pop(0) if words and not words[0].startswith("--") else "true"
         key = key.replace("-", "_")
+        if key in texts:
+            raise ValueError(f"command line: --{key} comes twice; pass it once")
         texts[key] = text
         try:
-            values[key], _ = _parse(text)
+            values[key] = _parse(text)[0] if text.strip() else ""
         except yaml.YAMLError:
             values[key] = text
     return values, texts
@@ -237,6 +254,30 @@ def _check_keys(values: Mapping[str, Any], origin: str) -> None:
         if key not in known:
             (nearest,) = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             raise ValueError(f"{origin}: unknown key {key!r}; the nearest is {nearest!r}")
+
+
+def _expand_home(value: Any) -> Any:
+    """A path that starts with ``~``, from the home folder; other values as they are."""
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _check_training(values: Mapping[str, Any]) -> None:
+    """Refuse what TrainingArguments takes but would train no step, or measure no loss."""
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if values.get(key, 1) < 1:
+            raise ValueError(f"{key}: expected at least 1, got {values[key]}")
+    max_steps, epochs = values.get("max_steps", -1), values.get("num_train_epochs", 1.0)
+    if max_steps < 1 and max_steps != -1:
+        raise ValueError(f"max_steps: expected at least 1, or -1 to go by num_train_epochs, got {max_steps}")
+    if max_steps == -1 and not epochs > 0:
+        raise ValueError(f"num_train_epochs: expected more than 0, got {epochs}")
+    if values.get("do_train") is False:
+        raise ValueError("do_train: expected true, got false; a job always trains, leave the key out")
+    if values.get("label_names") not in (None, ["labels"]):
+        raise ValueError(
+            f"label_names: expected ['labels'], the only ones of a block of text, got "
+            f"{values['label_names']}; leave the key out"
+        )
 
 
 def _typed(key: str, value: Any, hint: Any, text: str) -> Any:
@@ -292,9 +333,88 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
     special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     fields: dict[str, Any] = {**special_tokens, **values}
     try:
-        return type(config)(**fields)
+        config = type(config)(**fields)
     except Exception as error:  # releases differ in what a configuration class raises on a wrong value
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    heads, kv_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads: expected a multiple of num_key_value_heads={kv_heads}, got {heads}"
+        )
+    return config
+
+
+def check_causal(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model whose tokens see later ones: its loss would measure how well it copies.
+
+    Args:
+        config: the built model's, for decoders of encoder-decoder families set ``is_decoder`` there.
+    """
+    # Families that learn by filling gaps.
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"expected a causal language model, got {config.model_type} with is_decoder: false, whose tokens "
+            "see what they are to predict; take a decoder, such as gpt2, llama or olmo2"
+        )
+
+
+def check_batches(arguments: TrainingArguments, train_blocks: int, held_out_blocks: int) -> None:
+    """Raise ValueError for batches of which ``dataloader_drop_last`` would leave none."""
+    blocks = {"train": train_blocks, "eval": held_out_blocks}
+    sizes = {"train": arguments.train_batch_size, "eval": arguments.eval_batch_size}
+    for name, size in sizes.items():
+        most = blocks[name] // arguments.world_size
+        if arguments.dataloader_drop_last and size > most:
+            raise ValueError(
+                f"per_device_{name}_batch_size: expected at most {most}, got {size}: dataloader_drop_last "
+                f"would drop all of the {blocks[name]} blocks; leave it out, or take smaller batches"
+            )
+
+
+def trainer_state(folder: Path) -> dict[str, Any]:
+    """What Trainer saved of its state at a checkpoint or, in a run's folder, at the end.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it isn't such a state.
+    """
+    file = folder / "trainer_state.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    for key, kind in (("global_step", int), ("max_steps", int), ("log_history", list)):
+        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
+            raise ValueError(f"{file} is damaged: expected {key} ({kind.__name__}) in it")
+    return state
+
+
+def last_step(output_dir: Path) -> int | None:
+    """The step at which the run in ``output_dir`` ended; None if none did."""
+    try:
+        return trainer_state(output_dir)["global_step"]  # this state is saved after the model
+    except (OSError, ValueError):
+        return None
+
+
+def move_aside(job: Job) -> Path:
+    """Rename ``job.output_dir`` to the next free ``<output_dir>.1``, ``<output_dir>.2``, ...
+
+    Returns:
+        The new path.
+
+    Raises:
+        ValueError: the job needs something that lies in there.
+        OSError: it can't be renamed, for instance a mount point.
+    """
+    folder = Path(os.path.abspath(job.output_dir))
+    for needed in filter(None, (Path.cwd(), job.config, job.model, job.shape, job.tokenizer, job.data)):
+        path = Path(needed).resolve()
+        if path.exists() and folder.resolve() in (path, *path.parents):
+            raise ValueError(
+                f"output_dir: {folder} holds a finished run, which would be moved aside, but also {path}, "
+                "which this job needs there; pass another --output_dir"
+            )
+    names = (f"{folder.name}.{number}" for number in itertools.count(1))
+    aside = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
+    return folder.rename(aside)
 
 
 def check_launch(job: Job, environment: Mapping[str, str]) -> bool:

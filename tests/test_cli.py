@@ -51,6 +51,32 @@ def test_without_a_known_command_the_usage_goes_to_stderr(
     assert all(word in shown.err for word in argv)
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in ``streamattn info | head -3``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "streamattn", "--help"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (1, "")
+
+
+def test_ctrl_c_while_the_command_is_imported_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupt)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_python_dash_m() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "streamattn", "finetune", "configs/gpt2-nano.yaml"],

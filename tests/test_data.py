@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from streamattn.data import (
@@ -80,6 +81,22 @@ def test_a_folder_is_split_the_same_way_everywhere(tmp_path: Path) -> None:
     assert (train, held_out) == again
     assert sorted([*train, *held_out]) == sorted(TEXTS)
     assert 1 <= len(list(held_out)) <= 4
+
+
+def test_what_a_run_leaves_in_the_folder_is_no_text(tmp_path: Path) -> None:
+    names = ["a.txt", *(f"runs/{name}.txt" for name in ("b", "one.1/c", "one.x/d", "one/e", "two/f"))]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+
+    def read(folder: str, leave_out: str) -> list[str]:
+        train, held_out = read_documents(str(tmp_path / folder), leave_out=tmp_path / leave_out)
+        return sorted([*train, *held_out])
+
+    kept = [name for name in names if not name.startswith(("runs/one/", "runs/one.1/"))]
+    assert read(".", "runs/one") == read(".", "runs/two/../one") == kept
+    # A run's folder beside the text, around it, or the very same.
+    assert read("runs", "elsewhere") == read("runs", ".") == read("runs", "runs") == names[1:]
 
 
 def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
@@ -164,6 +181,18 @@ def test_packing_keeps_every_token_in_order(tokenizer: PreTrainedTokenizerFast) 
     assert pack(["x"], tokenizer, seq_len=16).shape == (0, 16)
 
 
+def test_a_tokenizer_that_knows_none_of_the_text_is_refused() -> None:
+    known = {"other": 0, "<unk>": 1, "<end>": 2}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>")
+    tokenizer.name_or_path = "some/where"
+    with pytest.raises(ValueError, match=r"'some/where' has no vocabulary for this text: .* --tokenizer"):
+        pack(["none of this", "and this"], tokenizer, seq_len=4)
+    assert pack(["none of this", "the other"], tokenizer, seq_len=4).tolist() == [[1, 1, 1, 2]]
+    assert pack(["", ""], tokenizer, seq_len=2).tolist() == [[2, 2]]
+
+
 def test_a_trained_tokenizer_is_the_same_after_loading(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -198,6 +227,14 @@ def test_stored_blocks_are_for_the_same_job_only(tmp_path: Path) -> None:
         read_blocks(tmp_path / "blocks", made_from | {"seq_len": 8})
     (tmp_path / "blocks" / "train.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"blocks is damaged \(.*; delete it"):
+        read_blocks(tmp_path / "blocks", made_from)
+    for text, damage in (("[]", "made_from.json holds list"), ("{", "Expecting property name")):
+        write_blocks(tmp_path / "blocks", made_from, train, held_out)
+        (tmp_path / "blocks" / "made_from.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"blocks is damaged \({damage}.*; delete it"):
+            read_blocks(tmp_path / "blocks", made_from)
+    write_blocks(tmp_path / "blocks", made_from, train.reshape(-1), held_out)
+    with pytest.raises(ValueError, match=r"blocks is damaged \(.*got uint32 \(12,\)\); delete it"):
         read_blocks(tmp_path / "blocks", made_from)
     # Killed between the arrays and the description: nothing to read.
     (tmp_path / "blocks" / "made_from.json").unlink()

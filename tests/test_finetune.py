@@ -10,13 +10,25 @@ import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import patches.hf
 from streamattn import finetune
+from streamattn.job import read_job
 from tests.finetune_jobs import losses, run, start, write_job
+
+_SMALL = """
+hidden_size: 32
+intermediate_size: 32
+num_hidden_layers: 1
+max_position_embeddings: 32
+vocab_size: 384
+"""
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -26,6 +38,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     (line,) = shown.err.splitlines()
     assert line.startswith("streamattn finetune: ")
     return line
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes by its path."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
 def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +59,7 @@ def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.search(r"^step  1/30: loss \S+, gradient norm \S+, learning rate 0.01$", out, re.MULTILINE)
     assert re.search(r"^step 30/30: held-out loss \d", out, re.MULTILINE)
     assert "{" not in out.split("results")[0], "Trainer's dictionaries"
+    assert "of the first" in out
     for word in ("training loss", "held-out loss", "perplexity", "tokens/s", "peak memory", "GiB", "sample"):
         assert word in out
 
@@ -64,6 +83,51 @@ def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     assert "def" in tokenizer.decode(blocks[0].blocks[:40].reshape(-1).tolist())
 
 
+def test_the_logit_difference_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a patch that computes something else it is large; of a long sequence only the start is compared."""
+    original = patches.hf.attention
+    monkeypatch.setattr(patches.hf, "attention", lambda *args, **options: 3 * original(*args, **options))
+    assert finetune.COMPARED_TOKENS == 512
+    monkeypatch.setattr(finetune, "COMPARED_TOKENS", 20)
+    finetune.build_trainer(read_job([str(write_job(tmp_path))]))
+    out = capsys.readouterr().out
+    (difference,) = re.findall(r"unpatched model on 20 tokens of held-out text: (\S+)", out)
+    assert float(difference) > 1e-3
+
+
+def test_precision_accumulation_and_clipping_reach_the_layers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bar, as on a terminal; each line of losses above it."""
+    dtypes: list[torch.dtype] = []
+    original = patches.hf.attention
+
+    def recording(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        dtypes.append(result.dtype)
+        return result
+
+    monkeypatch.setattr(patches.hf, "attention", recording)
+    values = {"bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 1e-9, "disable_tqdm": False}
+    job = write_job(tmp_path, max_steps=2, learning_rate=1e-2, optim="sgd", **values)
+    trainer, _ = finetune.build_trainer(read_job([str(job)]))
+    dtypes.clear()
+    model = trainer.model
+    assert model is not None
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    finetune.train(trainer, None)
+    steps = dtypes[: 2 * 2 * 3]  # layers, steps, parts of a step
+    assert set(steps) == {torch.bfloat16}
+    after = {name: p.detach() for name, p in model.named_parameters()}
+    change = max(float((p - before[name]).abs().max()) for name, p in after.items())
+    assert change < 1e-8, "gradients of length 1e-9 can't move a weight further"
+    shown = capfd.readouterr()
+    assert "2/2" in shown.err
+    assert re.search(r"step 2/2: loss \S+, gradient norm \S+, learning rate", shown.out + shown.err)
+
+
 def test_a_pretrained_model_with_its_own_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +147,37 @@ def test_a_pretrained_model_with_its_own_tokenizer(
 def test_olmo2_trains_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path, shape="olmo2-nano", max_steps=2)
     assert finetune.main([str(job)]) == 0
-    assert "4 attention layers patched, 0 not" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 attention layers patched, 0 not" in out
+    assert "of the first" not in out, "there was no other evaluation"
+
+
+@pytest.mark.parametrize("key", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluation_in_half_precision_saves_float32(tmp_path: Path, key: str) -> None:
+    assert finetune.main([str(write_job(tmp_path, max_steps=1, **{key: True}))]) == 0
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_a_diverged_run_has_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main([str(write_job(tmp_path, max_steps=2, learning_rate=1e30))]) == 0
+    out = capsys.readouterr().out
+    assert "the run diverged: its held-out loss is nan, so there is no sample" in out
+    assert "what the model wrote" not in out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_data_around_the_output_dir(tmp_path: Path) -> None:
+    """What a run leaves is no text to train on."""
+    for name in ("out", "out.3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("NEEDLE\n" * 500, encoding="utf-8")
+    finetune.build_trainer(read_job([str(write_job(tmp_path, data=str(tmp_path)))]))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    blocks = finetune.read_blocks(tmp_path / "out" / "blocks", {})
+    assert blocks is not None
+    for part in blocks:
+        assert "NEEDLE" not in tokenizer.decode(part.blocks.reshape(-1).tolist())
 
 
 def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
@@ -116,6 +210,16 @@ def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
         (["--shape", "gpt2-nan"], "no file .*gpt2-nan.yaml.*near it: .*gpt2-nano.yaml"),
         (["--model", "./no-such-model"], "no-such-model"),
         (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
+        (["--shape", "bert.yaml"], "expected a causal language model, got bert with is_decoder: false"),
+        (["--shape", "odd.yaml"], "shape: .*size"),
+        (
+            ["--dataloader_drop_last", "--per_device_train_batch_size", "5000"],
+            r"per_device_train_batch_size: expected at most \d+, got 5000: dataloader_drop_last would",
+        ),
+        (
+            ["--dataloader_drop_last", "--per_device_eval_batch_size", "5000"],
+            r"per_device_eval_batch_size: expected at most \d+, got 5000: dataloader_drop_last would",
+        ),
         (["--resume", "no/checkpoint-1"], "resume: 'no/checkpoint-1' is not a complete checkpoint"),
         (["--lerning_rate", "1"], "command line: unknown key 'lerning_rate'; the nearest is 'learning_rate'"),
     ],
@@ -123,7 +227,40 @@ def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
+    (tmp_path / "shapes").mkdir()
+    for name, sizes in (("bert", "num_attention_heads: 2"), ("olmo2", "num_attention_heads: 6")):
+        path = tmp_path / "shapes" / f"{'odd' if name == 'olmo2' else name}.yaml"
+        path.write_text(f"model_type: {name}\n{sizes}\n{_SMALL}", encoding="utf-8")
     assert re.search(expected, refused(capsys, str(write_job(tmp_path)), *words))
+
+
+def test_a_model_without_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers then makes one that knows nothing but the end of a text."""
+    model = tmp_path / "model"
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=32)).save_pretrained(model)
+    line = refused(capsys, str(write_job(tmp_path)), "--model", str(model))
+    assert re.search(r"the tokenizer at '.*model' has no vocabulary for this text: .*--tokenizer", line)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    original = finetune.Trainer.training_step
+    done = []
+
+    def interrupt(self: Any, *args: Any, **options: Any) -> Any:
+        if len(done) == steps:
+            raise KeyboardInterrupt
+        done.append(1)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(finetune.Trainer, "training_step", interrupt)
+    job = write_job(tmp_path, save_strategy="steps", save_steps=1)
+    assert finetune.main([str(job)]) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    way_on = {0: "there is no checkpoint yet", 2: f"go on from {tmp_path / 'out'}/checkpoint-2 with --resume"}
+    assert line.startswith(f"streamattn finetune: interrupted; {way_on[steps]}")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +402,10 @@ def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Pa
     assert damage("model.safetensors", 0.9) == "model.safetensors is cut off"
     assert damage("trainer_state.json", None) == "no readable trainer_state.json"
     assert damage("trainer_state.json", 0.9) == "no readable trainer_state.json"
-    for text in ("[]", "{}"):
+    sound = json.loads((undisturbed / "out" / "checkpoint-24" / "trainer_state.json").read_text())
+    wrong = [{"global_step": "24"}, {"max_steps": None}, {"log_history": {}}, {"stateful_callbacks": []}]
+    wrong += [{"stateful_callbacks": {"_RecordWorldSize": []}}]
+    for text in ("[]", "{}", '{"stateful_callbacks": {}}', *(json.dumps(sound | one) for one in wrong)):
         (output / "checkpoint-24" / "trainer_state.json").write_text(text, encoding="utf-8")
         assert finetune.last_checkpoint(output)[0] == output / "checkpoint-16"
 
@@ -291,9 +431,76 @@ def test_an_unfinished_run_is_not_started_over(
     shutil.copytree(undisturbed / "out" / "checkpoint-16", tmp_path / "out" / "checkpoint-16")
     line = refused(capsys, str(job))
     assert "holds an unfinished run at step 16 of 24; go on with --resume" in line
-    # A finished one may be run again.
-    shutil.copytree(undisturbed / "out" / "checkpoint-24", tmp_path / "out" / "checkpoint-24")
-    assert finetune.main([str(job), "--max_steps", "1"]) == 0
+    # Nor is it buried under the steps that follow another run's checkpoint.
+    assert "holds an unfinished run" in refused(
+        capsys, str(job), "--resume", str(undisturbed / "out" / "checkpoint-8")
+    )
+
+
+def test_a_finished_run_is_moved_aside(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=1)
+    shutil.copytree(undisturbed / "out", output)
+    before = contents(output)
+    line = refused(capsys, str(job), "--model", str(output))
+    assert f"output_dir: {output} holds a finished run" in line
+    assert f"but also {output}, which this job needs there" in line
+    monkeypatch.chdir(output)
+    assert f"but also {output}, which" in refused(capsys, str(job))
+    monkeypatch.chdir(tmp_path)
+    assert contents(output) == before
+
+    assert finetune.main([str(job)]) == 0
+    assert f"moved the finished run in {output} to {output}.1\n" in capsys.readouterr().out
+    assert contents(tmp_path / "out.1") == before
+    assert losses(output).keys() == {1}
+    # Without checkpoints, and from a checkpoint elsewhere.
+    second = contents(output)
+    elsewhere = str(tmp_path / "out.1" / "checkpoint-16")
+    assert finetune.main([str(job), "--resume", elsewhere, "--max_steps", "17"]) == 0
+    assert f"moved the finished run in {output} to {output}.2\n" in capsys.readouterr().out
+    assert contents(tmp_path / "out.2") == second
+
+
+def test_resume_of_a_finished_run_touches_nothing(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=24, data=str(undisturbed / "corpus"))
+    shutil.copytree(undisturbed / "out", output)
+    before = contents(output)
+    finished = f"the run in {output} is finished at step 24 of 24: nothing is left to do\n"
+    assert finetune.main([str(job), "--resume"]) == 0
+    assert capsys.readouterr().out.endswith(finished)
+    line = refused(capsys, str(job), "--resume", "--max_steps", "8")
+    assert "the checkpoint is at step 24 but this job ends at step 8; pass a larger max_steps" in line
+    assert contents(output) == before
+    # One that keeps earlier checkpoints only.
+    shutil.rmtree(output / "checkpoint-24")
+    assert finetune.main([str(job), "--resume"]) == 0
+    assert capsys.readouterr().out.endswith(finished)
+    assert contents(output) == {
+        name: text for name, text in before.items() if not name.startswith("checkpoint-24")
+    }
+
+
+def test_a_run_killed_behind_its_last_checkpoint_is_saved(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=24, data=str(undisturbed / "corpus"))
+    shutil.copytree(undisturbed / "out", output)
+    (output / "trainer_state.json").unlink()
+    (output / "model.safetensors").unlink()
+    assert finetune.main([str(job), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "held-out perplexity" in out
+    assert "training loss" not in out
+    assert losses(output) == losses(undisturbed / "out")
+    ends = [path / "model.safetensors" for path in (undisturbed / "out", output)]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
 def test_resume_with_nothing_to_resume_starts_afresh(
@@ -305,7 +512,11 @@ def test_resume_with_nothing_to_resume_starts_afresh(
     # torchrun --max-restarts runs the same command line again: that resumes too.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert finetune.main([str(job)]) == 0
-    assert "no complete checkpoint in" in capsys.readouterr().out
+    assert f"the run in {tmp_path / 'out'} is finished at step 1 of 1" in capsys.readouterr().out
+    assert finetune.main([str(job), "--max_steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "no complete checkpoint in" in out
+    assert "moved the finished run" in out
 
 
 def test_a_resumed_job_must_be_the_same(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, BartForCausalLM, BertConfig, GPT2Config, LlamaConfig, RobertaConfig
 
-from streamattn.job import Job, check_launch, load_shape, read_job
+from streamattn.job import Job, check_causal, check_launch, load_shape, read_job
 
 LAUNCHED = {
     "RANK": "1",
@@ -100,6 +101,19 @@ def test_resume_with_and_without_a_checkpoint(tmp_path: Path) -> None:
     assert read_job([path, "--resume", "out/checkpoint-5"]).resume == "out/checkpoint-5"
 
 
+def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TrainingArguments expands its output_dir; whoever reads it elsewhere must see the same folder."""
+    monkeypatch.setenv("HOME", "/home/me")
+    path = write(tmp_path, "shape: gpt2-nano\noutput_dir: ~/out\ndata: ~/text\ntokenizer: ~/tokenizer\n")
+    read = read_job([path, "--resume", "~/out/checkpoint-1"])
+    assert (read.output_dir, read.training["output_dir"]) == (Path("/home/me/out"), "/home/me/out")
+    assert (read.data, read.tokenizer) == ("/home/me/text", "/home/me/tokenizer")
+    assert read.resume == "/home/me/out/checkpoint-1"
+    assert read_job([path, "--model=~/model"]).model == "/home/me/model"
+    assert read_job([path, "--shape=~/shape.yaml"]).shape == "/home/me/shape.yaml"
+    assert read_job([path, "--output_dir=$HOME/out"]).output_dir == Path("$HOME/out")
+
+
 @pytest.mark.parametrize(
     ("text", "words", "expected"),
     [
@@ -121,6 +135,26 @@ def test_resume_with_and_without_a_checkpoint(tmp_path: Path) -> None:
         ("shape: gpt2-nano\ngradient_accumulation_steps: 0", [], "steps: expected at least 1, got 0"),
         ("shape: gpt2-nano", ["max_steps", "3"], "expected --key value, got 'max_steps'"),
         ("shape: gpt2-nano\nmax_steps: 0", [], "max_steps: expected at least 1, or -1 .*, got 0"),
+        ("shape: gpt2-nano\nmax_steps: -5", [], "max_steps: expected at least 1, or -1 .*, got -5"),
+        ("shape: gpt2-nano\nnum_train_epochs: 0", [], "num_train_epochs: expected more than 0, got 0"),
+        ("shape: gpt2-nano\nnum_train_epochs: -1", [], "num_train_epochs: expected more than 0, got -1"),
+        ("shape: gpt2-nano\nnum_train_epochs: .nan", [], "num_train_epochs: expected more than 0, got nan"),
+        ("shape: gpt2-nano\ndo_train: false", [], "do_train: expected true, got false"),
+        ("shape: gpt2-nano\nlabel_names: [foo]", [], r"label_names: expected \['labels'\].*, got \['foo'\]"),
+        ("shape: gpt2-nano\ndata: ''", [], "data: expected a path or a name, got an empty string"),
+        ("shape: gpt2-nano", ["--data", ""], "data: expected a path or a name, got an empty string"),
+        ("shape: gpt2-nano", ["--data="], "data: expected a path or a name, got an empty string"),
+        ("shape: gpt2-nano", ["--tokenizer="], "tokenizer: expected a path or a name, got an empty string"),
+        ("shape: gpt2-nano", ["--model", ""], "model: expected a path or a name, got an empty string"),
+        ("shape: ''", [], "shape: expected a path or a name, got an empty string"),
+        ("shape: gpt2-nano", ["--resume="], "resume: expected the folder of a checkpoint, or nothing"),
+        ("shape: gpt2-nano", ["--seed", "1", "--seed=2"], "command line: --seed comes twice"),
+        (
+            "shape: gpt2-nano",
+            ["--max_steps", "1", "--max-steps", "1"],
+            "command line: --max_steps comes twice",
+        ),
+        ("shape: gpt2-nano", ["--resume", "--resume"], "command line: --resume comes twice"),
         ("shape: [gpt2", [], "job.yaml, line 1: while parsing a flow sequence, expected"),
         ("- a\n- b", [], "expected lines of 'key: value', got list"),
         ("", [], "expected lines of 'key: value', got an empty file"),
@@ -178,6 +212,10 @@ def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
         ("model_type: no-such-model", "no-such-model"),
         ("model_type: [gpt2]", "gpt2"),
         ("model_type: gpt2\nn_layer: two", "n_layer"),
+        (
+            "model_type: olmo2\nnum_attention_heads: 4\nnum_key_value_heads: 3",
+            "num_attention_heads: expected a multiple of num_key_value_heads=3, got 4",
+        ),
     ],
 )
 def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:
@@ -188,6 +226,17 @@ def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:
 def test_a_missing_shape_names_near_ones() -> None:
     with pytest.raises(ValueError, match=r"near it: .*gpt2-nano.yaml"):
         load_shape("gpt2-nan")
+
+
+def test_encoders_are_told_from_decoders() -> None:
+    decoder_of_both = BartForCausalLM(
+        BartConfig(d_model=16, vocab_size=9, decoder_layers=1, decoder_ffn_dim=8)
+    )
+    for config in (GPT2Config(), LlamaConfig(), BertConfig(is_decoder=True), decoder_of_both.config):
+        check_causal(config)
+    for config in (BertConfig(), RobertaConfig()):
+        with pytest.raises(ValueError, match="is_decoder: false, whose tokens see what they are to predict"):
+            check_causal(config)
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "elsewhere"}])

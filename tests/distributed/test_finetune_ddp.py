@@ -43,8 +43,14 @@ def test_two_processes_train_as_one(
         shape=str(_without_dropout(tmp_path)),
         gradient_checkpointing=gradient_checkpointing,
     )
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "model.safetensors").write_bytes(b"an earlier run's")
     status, out, err = run(str(job), torchrun=2)
     assert status == 0, err
+    assert (tmp_path / "out.1" / "model.safetensors").read_bytes() == b"an earlier run's"
+    assert out.count("moved the finished run") == 1
+    assert not (tmp_path / "out.2").exists()
     assert "over 2 process(es)" in out
     assert out.count("attention layers patched") == 1, "only one process prints"
     together = losses(tmp_path / "out")
