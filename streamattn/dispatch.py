@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import os
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +60,10 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
             f"it is PyTorch's fused CPU attention and the tensors are on {device.type}; use backend='triton'"
         )
     if backend in (Backend.TRITON, Backend.HOPPER):
-        interpreted = device.type == "cpu" and _interpreting() and backend is Backend.TRITON
-        if not interpreted and (device.type != "cuda" or torch.version.hip is not None):
-            return f"its kernels need an NVIDIA GPU, and the tensors are on {device.type.upper()}"
+        kind = device.type
+        interpreted = kind == "cpu" and _interpreting() and backend is Backend.TRITON
+        if not interpreted and (kind != "cuda" or torch.version.hip is not None):
+            return f"its kernels need an NVIDIA GPU, and the tensors are on {kind.upper()}"
         if not _has_triton():
             return "Triton is not installed; install it with 'pip install triton'"
         if interpreted:
@@ -88,7 +88,6 @@ def unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     plain: bool,
     scale: float,
     window_left: int,
@@ -113,7 +112,8 @@ def unsupported(
     reason = unavailable(backend, q.device)
     if reason is not None:
         return reason
-    head_dims = (q.shape[-1], v.shape[-1])
+    q_shape, v_shape = q.shape, v.shape
+    head_dims = (q_shape[-1], v_shape[-1])
     if backend is Backend.SDPA:
         if head_dims[0] != head_dims[1]:
             return f"it needs equal head dimensions of q and v, got {head_dims[0]} and {head_dims[1]}"
@@ -122,13 +122,14 @@ def unsupported(
         if q.numel() == 0 or v.numel() == 0:
             return "it can't take empty tensors"
         return None
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+    dtype = q.dtype
+    if dtype is torch.bfloat16 and q.is_cpu:
         return "Triton's interpreter computes bfloat16 wrongly; use float32"
-    if q.dtype not in _HALF_OR_SINGLE:
-        return f"it takes float16, bfloat16 and float32, got {q.dtype}"
+    if dtype not in _HALF_OR_SINGLE:
+        return f"it takes float16, bfloat16 and float32, got {dtype}"
     if max(head_dims) > MAX_TRITON_HEAD_DIM:
         return f"it takes head dimensions up to {MAX_TRITON_HEAD_DIM}, got {max(head_dims)}"
-    if q.numel() == 0 or v.numel() == 0:
+    if 0 in q_shape or 0 in v_shape:
         return "it can't take empty tensors"
     if backend is Backend.HOPPER:
         if not plain or softcap > 0.0 or dropout_p > 0.0:
@@ -162,8 +163,18 @@ def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window
     return None
 
 
-def choose(backend: Backend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Backend:
-    """The implementation that serves the call; options as `unsupported` takes them.
+def choose(
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plain: bool,
+    scale: float,
+    window_left: int,
+    softcap: float,
+    dropout_p: float,
+) -> Backend:
+    """The implementation that serves the call; arguments as `unsupported` takes them.
 
     ``auto`` takes the first that can: on CUDA the Hopper kernel, then portable Triton, else the reference; on
     the CPU PyTorch's fused attention, else the reference.
@@ -172,19 +183,19 @@ def choose(backend: Backend, q: Tensor, k: Tensor, v: Tensor, **options: Any) ->
         ValueError: an explicit backend can't serve the call; the message says why.
     """
     if backend is not Backend.AUTO:
-        reason = unsupported(backend, q, k, v, **options)
+        reason = unsupported(backend, q, k, v, plain, scale, window_left, softcap, dropout_p)
         if reason is not None:
             raise ValueError(
                 f"backend='{backend.value}' can't serve this call: {reason}; or use backend='auto'"
             )
         return backend
-    if q.device.type == "cpu":
+    if q.is_cpu:
         candidates = (Backend.SDPA,)
     elif q.shape[-2] < MIN_HOPPER_QUERIES:  # known at once where every microsecond counts, at decoding
         candidates = (Backend.TRITON,)
     else:
         candidates = (Backend.HOPPER, Backend.TRITON)
     for fused in candidates:
-        if unsupported(fused, q, k, v, **options) is None:
+        if unsupported(fused, q, k, v, plain, scale, window_left, softcap, dropout_p) is None:
             return fused
     return Backend.REFERENCE

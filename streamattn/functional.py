@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from streamattn.dispatch import BACKEND_NAMES
-from streamattn.ops import attention_forward
+from streamattn.ops import SERVED, attention_forward, kind_of_call
 from streamattn.pattern import UNBOUNDED
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOAT32 = torch.finfo(torch.float32)
+_BELOW_1 = math.nextafter(1.0, 0.0)
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymInt, torch.SymFloat, numbers.Real)  # the common ones first
 _FULL_LAYOUT = "[B, Hq, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv]"
@@ -31,6 +32,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises unless q, k and v are dense tensors of matching shapes on one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -45,26 +47,34 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; "
                 f"convert it with {name}.to(...)"
             )
-        if x.device != q.device:
-            raise ValueError(
-                f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}; move {name}"
-            )
-    if not (2 <= q.dim() <= 4 and q.dim() == k.dim() == v.dim()):
+    if not q.device == k.device == v.device:
+        name, x = ("k", k) if k.device != q.device else ("v", v)
+        raise ValueError(
+            f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}; move {name}"
+        )
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each question makes a new one
+    rank = len(q_shape)
+    if not (2 <= rank <= 4 and rank == len(k_shape) == len(v_shape)):
         raise ValueError(
             f"q, k, v must all be 4-D ({_FULL_LAYOUT}), 3-D without B or 2-D without B and H, "
             f"got {_shapes(q, k, v)}"
         )
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+    if q_shape[-1] != k_shape[-1] or q_shape[-1] == 0:
         raise ValueError(f"q and k must share a positive head_dim, got {_shapes(q, k, v)}")
-    if k.shape[:-1] != v.shape[:-1]:
+    if k_shape[:-1] != v_shape[:-1]:
         raise ValueError(f"k and v must agree but for head_dim, got {_shapes(q, k, v)}")
-    if q.dim() == 4 and q.shape[0] != k.shape[0]:
+    if rank == 4 and q_shape[0] != k_shape[0]:
         raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}")
-    if q.dim() >= 3 and (k.shape[-3] == 0 or q.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0):
+    if rank >= 3 and (k_shape[-3] == 0 or q_shape[-3] == 0 or q_shape[-3] % k_shape[-3] != 0):
         raise ValueError(
             "the heads of q must be a positive multiple of the heads of k and v, "
-            f"got {q.shape[-3]} and {k.shape[-3]}: {_shapes(q, k, v)}"
+            f"got {q_shape[-3]} and {k_shape[-3]}: {_shapes(q, k, v)}"
         )
+
+
+def _rows_in_place(x: Tensor) -> Tensor:
+    """``x`` itself, or a copy of it where its last dimension has another stride than 1."""
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
@@ -300,27 +310,14 @@ def attention(
         ValueError: a wrong shape, device or value, or an explicit backend that can't serve the call.
         NotImplementedError: an input carries a forward-mode tangent.
     """
-    _check_qkv(q, k, v)
     if backend not in BACKEND_NAMES:
         raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
-    rank = q.dim()
-    for _ in range(4 - rank):
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-
     window_left, window_right = resolve_window(window_size, causal)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    else:
+    if scale is not None:
         scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32")
     if softcap is None:
         softcap = 0.0
@@ -329,7 +326,27 @@ def attention(
         softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected)
         if 0.0 < softcap < _FLOAT32.tiny:  # float32 would divide by 0
             raise ValueError(f"softcap must be {expected}, got {softcap}")
-    dropout_p = _number("dropout_p", dropout_p, 0.0, math.nextafter(1.0, 0.0), "in [0, 1)")
+    dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)")
+
+    kind = None
+    if attn_mask is segment_ids is kv_lengths is sinks is None and dropout_p == 0.0:
+        kind = kind_of_call(q, k, v, scale, window_left, window_right, softcap, backend)
+        if (again := SERVED.get(kind)) is not None:
+            out, lse = again(q, k, v)
+            return (out, lse) if return_lse else out
+
+    _check_qkv(q, k, v)
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if not q.dtype is k.dtype is v.dtype:
+        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    rank = q.dim()
+    for _ in range(4 - rank):
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
     if attn_mask is not None:
         attn_mask = _resolve_mask(attn_mask, q, k, rank)
     q_segments, kv_segments = None, None
@@ -359,6 +376,7 @@ def attention(
         softcap,
         dropout_p,
         backend,
+        kind=kind,
     )
     for _ in range(4 - rank):
         out, lse = out.squeeze(0), lse.squeeze(0)

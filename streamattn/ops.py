@@ -15,6 +15,8 @@ float64 for float64 inputs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn import Parameter
 
-from streamattn.dispatch import Backend, choose
+from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, choose
 
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
@@ -30,6 +32,11 @@ _OPTIONS = (
     "str backend"
 )
 
+SERVED: dict[Hashable, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
+"""Calls of a kind (see `kind_of_call`) that the portable kernel has served -> what serves one more."""
+
+_MAX_KINDS = 4096
+_BACKENDS = {backend.value: backend for backend in Backend}
 _PLAIN = (Tensor, Parameter)
 # set for the thread while torch.autograd batches gradients by itself, as is_grads_batched does
 _BATCHING = torch._C._dispatch_key_parse("VmapMode")
@@ -47,29 +54,18 @@ _library.define(
 )
 
 
-def _choose(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    features: tuple[Tensor | None, ...],
-    scale: float,
-    window_left: int,
-    softcap: float,
-    dropout_p: float,
-) -> Backend:
-    """`dispatch.choose` for an op's arguments; features are the tensors that only some backends know."""
-    return choose(
-        Backend(backend),
-        q,
-        k,
-        v,
-        plain=all(x is None for x in features),
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        dropout_p=dropout_p,
-    )
+@functools.cache
+def _implementation(chosen: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The forward of a backend, imported when it first runs."""
+    if chosen is Backend.HOPPER:
+        from streamattn.kernels.hopper_forward import attention_forward
+    elif chosen is Backend.TRITON:
+        from streamattn.kernels.forward import attention_forward
+    elif chosen is Backend.SDPA:
+        from streamattn.kernels.cpu import attention_forward
+    else:
+        from streamattn.reference import attention_forward
+    return attention_forward
 
 
 def _forward(
@@ -88,20 +84,19 @@ def _forward(
     softcap: float,
     dropout_p: float,
     backend: str,
+    kind: Hashable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    features = (attn_mask, q_segments, kv_segments, kv_lengths, sinks)
-    chosen = _choose(backend, q, k, v, features, scale, window_left, softcap, dropout_p)
+    plain = attn_mask is q_segments is kv_segments is kv_lengths is sinks is None
+    chosen = choose(_BACKENDS[backend], q, k, v, plain, scale, window_left, softcap, dropout_p)
+    forward = _implementation(chosen)
     if chosen is Backend.HOPPER:
-        from streamattn.kernels.hopper_forward import attention_forward
-
-        return attention_forward(q, k, v, scale, window_left, window_right)
-    if chosen is Backend.TRITON:
-        from streamattn.kernels.forward import attention_forward
-    elif chosen is Backend.SDPA:
-        from streamattn.kernels.cpu import attention_forward
-    else:
-        from streamattn.reference import attention_forward
-    return attention_forward(
+        return forward(q, k, v, scale, window_left, window_right)
+    if kind is not None and chosen is Backend.TRITON:
+        features, options = (None,) * 6, (scale, window_left, window_right, softcap, dropout_p)
+        if len(SERVED) >= _MAX_KINDS:
+            SERVED.clear()
+        SERVED[kind] = lambda q, k, v: forward(q, k, v, *features, *options, kind)
+    return forward(
         q,
         k,
         v,
@@ -148,8 +143,8 @@ def _backward(
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    features = (attn_mask, q_segments, kv_segments, kv_lengths, sinks)
-    chosen = _choose(backend, q, k, v, features, scale, window_left, softcap, dropout_p)
+    plain = attn_mask is q_segments is kv_segments is kv_lengths is sinks is None
+    chosen = choose(_BACKENDS[backend], q, k, v, plain, scale, window_left, softcap, dropout_p)
     if chosen is Backend.HOPPER:
         chosen = Backend.TRITON  # its forward alone is its own
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
@@ -266,16 +261,62 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest, kind: Hashable | None = None
+) -> tuple[Tensor, Tensor]:
     """``torch.ops.streamattn.attention_forward``, without the dispatcher's way where nothing listens on it.
 
-    That way through Python kernels costs more than a short call's own work.
+    That way through Python kernels costs more than a short call's own work. ``kind`` is `kind_of_call`'s, to
+    be kept in `SERVED`.
     """
     if not _plain_call(q, k, v, *rest[:6]):
         return torch.ops.streamattn.attention_forward(q, k, v, *rest)
     if _wants_grad(q, k, v, rest[0], rest[5]):
         return _Attention.apply(q, k, v, *rest)
-    return _forward(q, k, v, *rest)
+    return _forward(q, k, v, *rest, kind=kind)
+
+
+def kind_of_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    backend: str,
+) -> Hashable | None:
+    """All that decides whether a call is right and who serves it; None where more than that does.
+
+    The call is one without mask, segments, lengths, sinks and dropout. Only decoding has a kind, where the
+    host's time counts: eager calls of few queries on a GPU, no gradient wanted. The number of keys is no part
+    of it, nor are the strides that grow with them. q, k and v may be anything, and of any shape; a kind in
+    `SERVED` has passed all checks.
+    """
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN or not q.is_cuda or not _plain_call(q, k, v):
+        return None
+    if not (q.layout is k.layout is v.layout is torch.strided and q.dtype is k.dtype is v.dtype):
+        return None
+    if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
+        return None
+    if torch._C._is_any_autocast_enabled() or _wants_grad(q, k, v):
+        return None
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not (
+        len(q_shape) == len(k_shape) == len(v_shape) == 4 and k_shape[:3] == v_shape[:3] and k_shape[2] > 0
+    ):
+        return None
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    length = q_shape[2] + k_shape[2]
+    growing = k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
+    if not (q_shape[2] < MIN_HOPPER_QUERIES and q_strides[3] == k_strides[3] == v_strides[3] == 1):
+        return None
+    if growing % 16 != 0 or growing >= 1 << 31:  # kernels are compiled for whole 16s, in 32 bits
+        return None
+    shapes = (q_shape, k_shape[0], k_shape[1], k_shape[3], v_shape[3])
+    strides = (q_strides, k_strides[2], v_strides[2])
+    windows = (window_left, window_right, window_left >= length, window_right >= length)
+    return shapes, strides, q.dtype, q.get_device(), scale, windows, softcap, backend
 
 
 def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
@@ -284,13 +325,14 @@ def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
     A tensor whose memory does not hold its values (a lazy negative, a zero without memory) is not plain: the
     dispatcher makes it so.
     """
-    if torch.compiler.is_compiling() or not (q.is_cuda or q.is_cpu):
+    if torch.compiler.is_compiling():
         return False
     for x in (q, *others):  # a loop, not all(): every eager call pays for it
         if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
             return False
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        (q.is_cuda or q.is_cpu)
+        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()

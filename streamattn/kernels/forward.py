@@ -7,6 +7,7 @@ but a unit last one; ``out`` is stored [B, Tq, Hq, Dv]; ``lse`` [B, Hq, Tq] floa
 float64, head_dim above 256, empty tensors (the dispatcher never sends them).
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from streamattn.kernels.launch import (
     heads_per_group,
     launch,
     mask_pointers,
+    product_precision,
     strides,
     tile_for,
 )
@@ -258,17 +260,18 @@ def attention_forward(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    kind: Hashable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``; arguments as in `streamattn.ops`."""
+    """``(out, lse)``; arguments as in `streamattn.ops`, whose calls of one ``kind`` are launched alike."""
     batch, num_heads, q_len, _ = q.shape
     out = heads_last(q, v.shape[-1])
-    lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
+    lse = q.new_empty(batch, num_heads, q_len, dtype=torch.float32)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     options = (scale, window_left, window_right, softcap, dropout_p)
 
     def arguments() -> tuple[int, dict[str, Any]]:
         tile = tile_for("forward", q, v, attn_mask)
-        return triton.cdiv(q_len, tile.BLOCK_M) * batch * num_heads, dict(
+        return -(-q_len // tile.BLOCK_M) * batch * num_heads, dict(
             **call_arguments(tile, q, k, v, *masks, *options),
             **strides("out", out),
             heads_per_group=heads_per_group(k, window_right),
@@ -276,6 +279,12 @@ def attention_forward(
         )
 
     pointers = (q, k, v, out, lse, *mask_pointers(*masks, seed), sinks)
+    if kind is None:
+        key, varying = call_key((q, k, v, *masks, sinks), *options), ()
+    else:  # of any number of keys, on which heads_per_group need not depend for so few queries
+        k_strides, v_strides = k.stride(), v.stride()
+        key = kind, product_precision(q)
+        varying = (k.shape[2], k_strides[0], k_strides[1], v_strides[0], v_strides[1])
     with device_guard(q):
-        launch(attention_fwd_kernel, call_key((q, k, v, *masks, sinks), *options), pointers, arguments)
+        launch(attention_fwd_kernel, key, pointers, arguments, varying)
     return out, lse

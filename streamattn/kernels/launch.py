@@ -2,8 +2,9 @@
 
 Each kernel takes its tensors first and names the other arguments alike, so that a launcher passes
 ``*mask_pointers(...)`` and ``**call_arguments(...)`` beside its own. Triton's own way through 60 arguments
-costs some 300 microseconds of host time a launch; `launch` takes it once for each set of shapes, strides and
-options, and from then on calls the compiled kernel with new pointers alone.
+costs some 300 microseconds of host time a launch; `launch` takes it once for what is compiled. A set of
+shapes, strides and options is then planned once, and from then on the kernel is called with new pointers
+alone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from streamattn.kernels.tiles import Architecture, Pass, Tile, architecture, cho
 from streamattn.pattern import UNBOUNDED, drop_threshold
 
 GROUP_BYTES = 16 << 20  # of keys and values, or queries and gradients, that share the second-level cache
+BY_LENGTH = ("kv_len", "stride_k_b", "stride_k_h", "stride_v_b", "stride_v_h")  # grow with a cache
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
+_HERE = contextlib.nullcontext()
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     """Makes x's GPU the current one: Triton launches on the current device, whatever the pointers say."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+        return _HERE
     return torch.cuda.device(x.device)
 
 
@@ -44,7 +47,8 @@ def tile_for(name: Pass, q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tile
 def heads_last(x: Tensor, head_dim: int) -> Tensor:
     """An uninitialised tensor of x's dtype and batch, heads and length, stored [B, T, H, head_dim]."""
     batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+    row = heads * head_dim
+    return x.new_empty_strided((batch, heads, length, head_dim), (length * row, head_dim, row, 1))
 
 
 def heads_per_group(x: Tensor, window_right: int) -> int:
@@ -60,8 +64,8 @@ def heads_per_group(x: Tensor, window_right: int) -> int:
 
 def strides(name: str, x: Tensor | None) -> dict[str, int]:
     """Strides of the first three dimensions as stride_<name>_b, _h, _t; 0 without a tensor."""
-    values = (0, 0, 0) if x is None else x.stride()[:3]
-    return dict(zip((f"stride_{name}_b", f"stride_{name}_h", f"stride_{name}_t"), values, strict=True))
+    b, h, t = (0, 0, 0) if x is None else x.stride()[:3]
+    return {f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_t": t}
 
 
 class View(NamedTuple):
@@ -96,9 +100,11 @@ class _Plan(NamedTuple):
     before: tuple[Any, ...]  # its arguments before the stream: the grid
     after: tuple[Any, ...]  # between stream and pointers
     rest: tuple[Any, ...]  # of all parameters behind the pointers
+    places: tuple[int, ...]  # in it of what varies
 
 
 _plans: dict[Hashable, _Plan] = {}
+_compiled: dict[Hashable, Any] = {}  # Triton's kernels, which many plans share
 _MAX_PLANS = 4096
 
 
@@ -107,44 +113,93 @@ def launch(
     key: Hashable,
     pointers: tuple[Tensor | View | None, ...],
     arguments: Callable[[], tuple[int, dict[str, Any]]],
+    varying: tuple[int, ...] = (),
 ) -> None:
     """Launches a kernel on the current device, which is the tensors'.
 
     Args:
         kernel: a jitted function.
-        key: determines, with kernel, device and the tensors' alignment, all that ``arguments`` returns.
+        key: determines, with kernel, device and the tensors' alignment, all that ``arguments`` returns but
+            what varies, and of that what the code depends on.
         pointers: the kernel's first parameters, all of its tensors; None where a feature is off.
         arguments: returns the number of programs, and the other parameters with the launch options; among
             them the descriptor of each `View`, under the name of its parameter.
+        varying: the arguments that `BY_LENGTH` names, where they vary under this key.
     """
-    unaligned = 0
+    # a compiled kernel takes an address as it is, but looks a tensor's up once more
+    addresses: list[View | int | None] = []
+    bits, viewed = 0, False
     for x in pointers:
-        unaligned = unaligned * 2 + (x is not None and x.data_ptr() % 16 != 0)
+        if x is None:
+            addresses.append(None)
+            continue
+        address = x.data_ptr()
+        bits |= address
+        if isinstance(x, View):
+            viewed = True
+            addresses.append(x)
+        else:
+            addresses.append(address)
+    aligned = bits % 16 == 0 or tuple([x is None or x.data_ptr() % 16 == 0 for x in pointers])
     first = pointers[0]
     assert first is not None
     device = first.get_device()
-    full_key = (kernel.__name__, device, unaligned, key)
-    plan = _plans.get(full_key)
-    if plan is not None and not _hooked():
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        plan.run(*plan.before, stream, *plan.after, *pointers, *plan.rest)
-        return
-    programs, others = arguments()
-    grid = (programs, 1, 1)
-    names = kernel.arg_names
-    named = {**dict(zip(names, pointers, strict=False)), **others}
+    place = (kernel.__name__, device, aligned)
+    plan = _plans.get((place, key))
+    hooked = _hooked()
+    if plan is None or hooked:
+        programs, others = arguments()
+        code = None if viewed else (place, _code_key(pointers, others))
+        known = None if hooked else _compiled.get(code)
+        compiled = _launch_by_triton(kernel, programs, pointers, others) if known is None else known
+        if compiled is None:
+            return  # the interpreter compiles nothing
+        if code is not None:
+            _compiled[code] = compiled
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        names = kernel.arg_names[len(pointers) :]
+        plan = _plans[place, key] = _Plan(
+            compiled.run,
+            (programs, 1, 1),
+            (compiled.function, compiled.packed_metadata, None, None, None),
+            tuple([others.get(name) for name in names]),
+            tuple([names.index(name) for name in BY_LENGTH]) if varying else (),
+        )
+        if known is None:
+            return
+    rest = plan.rest
+    if varying:
+        rest = list(rest)
+        for index, value in zip(plan.places, varying, strict=True):
+            rest[index] = value
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    plan.run(*plan.before, stream, *plan.after, *addresses, *rest)
+
+
+def _launch_by_triton(
+    kernel: Any, programs: int, pointers: tuple[Tensor | View | None, ...], others: dict[str, Any]
+) -> Any:
+    """Compiles a kernel where need be and launches it; returns it, or None from the interpreter."""
+    named = {**dict(zip(kernel.arg_names, pointers, strict=False)), **others}
     # Triton 3.10 turns fusion off by default; without it products and sums round twice
-    compiled = kernel[grid](**named, enable_fp_fusion=True)
-    if compiled is None:
-        return  # the interpreter compiles nothing
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[full_key] = _Plan(
-        compiled.run,
-        grid,
-        (compiled.function, compiled.packed_metadata, None, None, None),
-        tuple(others.get(name) for name in names[len(pointers) :]),
-    )
+    return kernel[programs, 1, 1](**named, enable_fp_fusion=True)
+
+
+def _code_key(pointers: tuple[Any, ...], others: dict[str, Any]) -> Hashable:
+    """What a kernel's code depends on: every new length of a cache is a new plan, but hardly ever new code.
+
+    Of a number that varies from call to call Triton asks no more than is asked here: whether it is 1, a
+    multiple of 16, and fits 32 bits.
+    """
+    dtypes = tuple([None if x is None else x.dtype for x in pointers])
+    values = [
+        (value == 1) + 2 * (value % 16 == 0) + 4 * (-(1 << 31) <= value < 1 << 31)
+        if name in _VARYING or name[:7] == "stride_"
+        else value
+        for name, value in others.items()
+    ]
+    return dtypes, tuple(values)
 
 
 def _hooked() -> bool:
@@ -193,8 +248,9 @@ def padded(head_dim: int, other: int, itemsize: int) -> int:
     one buffer, ptxas 12.8 (of Triton 3.6) forgets to compute its address for the second product, which then
     reads anything. So the narrower tiles get the order of the wider ones.
     """
-    widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, other)]
-    return max(widths[0], min(max(widths), 128 // itemsize))
+    # Triton's own next_power_of_2 takes some microseconds, and so does its cdiv
+    width, other = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, other))
+    return max(width, min(max(width, other), 128 // itemsize))
 
 
 def call_arguments(
@@ -288,3 +344,4 @@ UNSPECIALIZED = (
     "window_right",
     "drop_threshold",
 )
+_VARYING = frozenset(UNSPECIALIZED)

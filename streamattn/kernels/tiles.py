@@ -1,8 +1,8 @@
 """Launch parameters as data: the tile of a pass, an architecture, a head dimension and an element size.
 
 ``BLOCK_M`` is the number of queries of a tile, ``BLOCK_N`` the number of keys (an older name of it is
-TILE_K). The tables are pinned: no run tunes, so ranks and runs agree, and lengths never change a tile, so
-they never recompile.
+TILE_K). The tables are pinned: no run tunes, so ranks and runs agree. Lengths never change a tile of the
+portable kernels, so they never recompile; the Hopper forward has a tile for each of a few classes of lengths.
 """
 
 from dataclasses import dataclass

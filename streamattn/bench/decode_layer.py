@@ -1,0 +1,249 @@
+"""Times what the host does for an attention layer that decodes, beside HuggingFace's on PyTorch's attention.
+
+``python -m streamattn.bench.decode_layer --csv results.csv``. Three cases: the attention function alone, one
+query [1, H, 1, D] on a fixed number of keys; the attention layers of a GPT-2; those of a Llama. The layers
+are called as their models call them, with the arguments of a decoding step and a dynamic cache that grows by
+one token each time; a step goes through all layers of a model, and its time is divided by their number.
+
+A time is the host's alone: a round queues some calls and waits for the device only after the clock has
+stopped. Rounds of both sides take turns, and their medians are reported, no gradient wanted. Without a GPU
+the same runs on one thread of the CPU, with narrow layers, so that the host's time still outweighs the
+arithmetic. Left out on purpose: the work of the device, prefill, and static caches, whose models are
+compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import inspect
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from patches import patch_model
+from patches.hf import CACHE_NAMES
+from streamattn.functional import attention
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TOKENS = 4  # decoded in a round: few enough for the queue of a device to take them all without waiting
+
+Round = Callable[[], float]
+"""Does some calls and returns the microseconds that each took."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case.
+
+    Attributes:
+        num_heads: query heads.
+        head_dim: columns of a head.
+        keys: in the cache before the first token is decoded.
+        layers: of a model.
+    """
+
+    num_heads: int
+    head_dim: int
+    keys: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, one line of the CSV; times in microseconds of the host for each call."""
+
+    device: str
+    torch: str
+    transformers: str
+    dtype: str
+    case: str
+    num_heads: int
+    head_dim: int
+    keys: int
+    sdpa_us: float
+    streamattn_us: float
+    difference_us: float
+
+
+def synchronize() -> None:
+    """Waits for the GPU where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def function_rounds(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Round, Round]:
+    """Rounds of PyTorch's function and of `attention`, one query on as many keys as ``shape`` says."""
+    q = torch.randn(1, shape.num_heads, 1, shape.head_dim, device=device, dtype=dtype)
+    k, v = (
+        torch.randn(1, shape.num_heads, shape.keys, shape.head_dim, device=device, dtype=dtype)
+        for _ in range(2)
+    )
+    calls = TOKENS * shape.layers
+
+    def timed(call: Callable[[], Any]) -> Round:
+        def one_round() -> float:
+            start = perf_counter()
+            for _ in range(calls):
+                call()
+            return (perf_counter() - start) / calls * 1e6
+
+        return one_round
+
+    return (
+        timed(lambda: F.scaled_dot_product_attention(q, k, v)),
+        timed(lambda: attention(q, k, v, causal=True)),
+    )
+
+
+def gpt2(shape: Shape) -> nn.Module:
+    """A GPT-2 with random weights."""
+    options: dict[str, Any] = dict(
+        vocab_size=64,
+        n_positions=2 * shape.keys,
+        n_embd=shape.num_heads * shape.head_dim,
+        n_layer=shape.layers,
+        n_head=shape.num_heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="sdpa",
+    )
+    return transformers.GPT2Model(transformers.GPT2Config(**options))
+
+
+def llama(shape: Shape) -> nn.Module:
+    """A Llama with random weights, four query heads for each head of keys."""
+    options: dict[str, Any] = dict(
+        vocab_size=64,
+        hidden_size=shape.num_heads * shape.head_dim,
+        intermediate_size=16,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads // 4,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaModel(transformers.LlamaConfig(**options))
+
+
+class Layers:
+    """The attention layers of a model in the middle of decoding, with the arguments that they are given."""
+
+    def __init__(self, model: nn.Module, shape: Shape, device: str) -> None:
+        """Fills a cache with ``shape.keys`` tokens and decodes one more, listening.
+
+        Args:
+            model: a decoder of transformers on ``device``.
+            shape: of the model.
+            device: where it runs.
+        """
+        self.calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        tokens = torch.zeros(1, shape.keys, dtype=torch.long, device=device)
+        name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+        cache = transformers.DynamicCache()
+        model(tokens, **{name: cache}, use_cache=True)
+
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls.append((layer, args, kwargs))
+
+        layers = [layer for layer in model.modules() if type(layer).__name__.endswith("Attention")]
+        assert len(layers) == shape.layers, "every layer of the model has one attention layer"
+        handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+        model(tokens[:, :1], **{name: cache}, use_cache=True)
+        for handle in handles:
+            handle.remove()
+
+    def one_round(self) -> float:
+        """Decodes `TOKENS` tokens more, on a cache that grows by as many."""
+        start = perf_counter()
+        for _ in range(TOKENS):
+            for layer, args, kwargs in self.calls:
+                layer(*args, **kwargs)
+        return (perf_counter() - start) / (TOKENS * len(self.calls)) * 1e6
+
+
+def layer_rounds(
+    make: Callable[[Shape], nn.Module], shape: Shape, device: str, dtype: torch.dtype
+) -> tuple[Round, Round]:
+    """Rounds of a model's layers as HuggingFace made them and of the same ones patched."""
+    model = make(shape).to(device, dtype).eval()
+    patched = patch_model(copy.deepcopy(model))
+    theirs, ours = (Layers(each, shape, device) for each in (model, patched))
+    return theirs.one_round, ours.one_round
+
+
+def medians(rounds: tuple[Round, ...], repeats: int) -> Iterator[float]:
+    """Median of each round over ``repeats`` turns, after one tenth as many to warm up."""
+    turns = []
+    for _ in range(repeats // 10 + 2 + repeats):
+        turn = []
+        for one_round in rounds:
+            synchronize()
+            turn.append(one_round())
+        turns.append(turn)
+    synchronize()
+    yield from (statistics.median(times) for times in zip(*turns[-repeats:], strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs all cases, prints a table, and writes the CSV."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--keys", type=int, default=256, help="in the cache at first")
+    parser.add_argument("--layers", type=int, default=12, help="of each model")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
+    parser.add_argument("--repeats", type=int, default=100, help="rounds of each side")
+    parser.add_argument("--csv", required=True, help="where the measurements go")
+    options = parser.parse_args(argv)
+    if torch.cuda.is_available():
+        device, name = "cuda", torch.cuda.get_device_name()
+        dtype, shape = options.dtype or "bfloat16", Shape(12, 64, options.keys, options.layers)
+    else:
+        device, name = "cpu", "CPU"
+        dtype, shape = options.dtype or "float32", Shape(4, 8, options.keys, options.layers)
+        torch.set_num_threads(1)
+
+    cases: dict[str, Callable[[], tuple[Round, Round]]] = {
+        "attention": lambda: function_rounds(shape, device, DTYPES[dtype]),
+        "GPT-2 layer": lambda: layer_rounds(gpt2, shape, device, DTYPES[dtype]),
+        "Llama layer": lambda: layer_rounds(llama, shape, device, DTYPES[dtype]),
+    }
+    rows: list[Row] = []
+    table = Table("case", "sdpa us", "streamattn us", "difference us")
+    with torch.no_grad():
+        for case, make in cases.items():
+            theirs, ours = (round(time, 1) for time in medians(make(), options.repeats))
+            difference = round(ours - theirs, 1)
+            table.add_row(case, f"{theirs:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
+            rows.append(
+                Row(
+                    device=name,
+                    torch=torch.__version__,
+                    transformers=transformers.__version__,
+                    dtype=dtype,
+                    case=case,
+                    num_heads=shape.num_heads,
+                    head_dim=shape.head_dim,
+                    keys=shape.keys,
+                    sdpa_us=theirs,
+                    streamattn_us=ours,
+                    difference_us=difference,
+                )
+            )
+    with open(options.csv, "w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
