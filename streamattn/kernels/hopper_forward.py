@@ -5,7 +5,8 @@ A program keeps one producer warp and CONSUMERS warpgroups. A work item is CONSU
 a consumer walks its keys from the last tile to the first and, while the tensor cores multiply one tile's
 probabilities with v, computes the exponentials of the next (see `streamattn.reference` for the algorithm).
 Only a tile at an edge of the window is tested for visibility. Under a window items differ in length: the
-longest start first and a program draws its next one from a counter; else the items of a program are fixed.
+longest start first and, where there are more than programs, a program draws its next one from a counter; else
+the items of a program are fixed.
 
 q, k, v [B, H, T, D] with a unit last stride and other strides of whole 16-byte words; ``out`` is stored [B,
 Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: masks,
@@ -30,7 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from streamattn.kernels.launch import View, call_key, device_guard, heads_last, heads_per_group, launch
+from streamattn.kernels.launch import (
+    UNSPECIALIZED,
+    View,
+    call_key,
+    device_guard,
+    heads_last,
+    heads_per_group,
+    launch,
+)
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full, schedule
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
 from streamattn.pattern import UNBOUNDED
@@ -415,18 +424,7 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "batch",
-        "num_heads",
-        "group",
-        "q_len",
-        "kv_len",
-        "window_left",
-        "window_right",
-        "heads_per_group",
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_fwd_kernel(
     q_desc,
     k_desc,
@@ -531,6 +529,18 @@ def descriptor(view: View, rows: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(view.base, list(view.shape), list(view.strides), block, layout)
 
 
+def group_of_heads(k: Tensor, window_right: int, num_tiles: int, num_heads: int, multiprocessors: int) -> int:
+    """How many heads start side by side (see `primitives.schedule`).
+
+    The last group's longest items take twice as long as an average one, and something has to go on beside
+    them: two items for each multiprocessor at least, whatever fits the cache.
+    """
+    group = heads_per_group(k, window_right)
+    if window_right < UNBOUNDED:
+        group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
+    return triton.cdiv(num_heads, max(1, num_heads // group))
+
+
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int, window_right: int
 ) -> tuple[Tensor, Tensor]:
@@ -545,12 +555,14 @@ def attention_forward(
         UNBOUNDED if side >= q_len + kv_len else side for side in (window_left, window_right)
     )
     limited = window_left < UNBOUNDED or window_right < UNBOUNDED
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if limited else None
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors)
+    num_tiles = triton.cdiv(q_len, tile.CONSUMERS * HOPPER_BLOCK_M)
+    items = num_tiles * batch * num_heads
+    drawn = limited and items > multiprocessors
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn else None
 
     def arguments() -> tuple[int, dict[str, Any]]:
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors)
-        items = triton.cdiv(q_len, tile.CONSUMERS * HOPPER_BLOCK_M) * batch * num_heads
         q_view, k_view, v_view, out_view = views
         return min(items, multiprocessors), dict(
             q_desc=descriptor(q_view, HOPPER_BLOCK_M, tile.BLOCK_D),
@@ -564,13 +576,13 @@ def attention_forward(
             kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
-            heads_per_group=heads_per_group(k, window_right),
+            heads_per_group=group_of_heads(k, window_right, num_tiles, batch * num_heads, multiprocessors),
             scale=scale,
             CONSUMERS=tile.CONSUMERS,
             STAGES=tile.STAGES,
             REGISTERS=tile.REGISTERS,
             OVERLAP=tile.OVERLAP,
-            DYNAMIC=limited,
+            DYNAMIC=drawn,
             HAS_LEFT=window_left < UNBOUNDED,
             HAS_RIGHT=window_right < UNBOUNDED,
             # whether the last keys of a consumer's queries may lie in two tiles

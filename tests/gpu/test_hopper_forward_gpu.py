@@ -13,7 +13,7 @@ from streamattn import attention
 from streamattn.dispatch import Backend, choose, unavailable
 from streamattn.kernels import launch
 from streamattn.pattern import UNBOUNDED
-from tests.cases import LAYOUTS, Case, expected, relative_errors
+from tests.cases import LAYOUTS, Case, Inputs, expected, relative_errors
 from tests.gpu.peers import sdpa
 
 pytestmark = pytest.mark.gpu
@@ -46,8 +46,11 @@ def poisoned():
 
 def compare(case: Case, dtype: torch.dtype) -> None:
     """out and lse against float64: no worse than the portable kernel, whose error is held against flash."""
-    inputs = case.build(dtype, "cuda")
-    want = expected(inputs)
+    compare_on(case.build(dtype, "cuda"), case)
+
+
+def compare_on(inputs: Inputs, case: object) -> None:
+    want, dtype = expected(inputs), inputs.q.dtype
     with torch.no_grad():
         out, lse = attention(
             inputs.q, inputs.k, inputs.v, **inputs.options, return_lse=True, backend="hopper"
@@ -90,6 +93,20 @@ def test_queries_and_keys_of_different_number(sizes, head_dim, causal, poisoned)
 @pytest.mark.parametrize("sizes", [(1024, 1024), (1500, 1500), (777, 777), (700, 500)], ids=str)
 def test_windows(sizes, window, head_dim, poisoned):
     compare(Case(q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, window_size=window), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("growth", [0.01, 0.05, 0.5, 5.0, -0.05])
+def test_maxima_that_grow(growth, causal, head_dim, poisoned):
+    """Each key's scores exceed the next key's by this: a kept maximum is outgrown now and then, or always."""
+    case = Case(q_len=1000, kv_len=1000, head_dim=head_dim, causal=causal)
+    inputs = case.build(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        inputs.q[..., 0] = 16.0
+        steps = torch.arange(1000, 0, -1, device="cuda") * (growth * head_dim**0.5 / 16)
+        inputs.k[..., 0] = steps.to(torch.bfloat16)
+    compare_on(inputs, (case, growth))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
