@@ -47,6 +47,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # Where a bound forward can outlive a change of class; accelerate's hooks keep it under the second name.
 _BOUND_FORWARDS = ("forward", "_old_forward")
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")  # of the weights, in whatever layer
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,11 @@ def _replacements_in(model: nn.Module) -> set[Any]:
 
 def _unsupported(layer: nn.Module) -> str | None:
     """The reason why an unpatched attention layer can't be patched, or None if it can."""
+    for name in _DROPOUTS:
+        dropout = getattr(layer, name, 0.0)
+        dropout = getattr(dropout, "p", dropout)
+        if isinstance(dropout, (int, float)) and not 0.0 <= dropout < 1.0:
+            return f"its dropout must be a probability in [0, 1), got {dropout}"
     if uses_interface(layer):
         from patches import interface
 

@@ -120,15 +120,18 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
     Raises:
         ValueError: the mask is of another size.
     """
-    width = mask.shape[3]
-    if mask.shape[0] not in (1, batch):
-        raise ValueError(f"the layer holds {batch} sequences, its model made the mask for {mask.shape[0]}")
+    rows, count, _, width = mask.shape
+    if rows not in (1, batch):
+        raise ValueError(f"the layer holds {batch} sequences, its model made the mask for {rows}")
     if 1 < width < kv_len:
         raise ValueError(f"the layer holds {kv_len} keys, its model made the mask for {width} of them")
+    has_lengths, has_segments = bool((count - 2) & LENGTHS), width > 1 or kv_len == 1
+    if not (has_lengths or has_segments):
+        return Seen(None, None)
     mask = mask.expand(batch, -1, -1, -1)
-    lengths = mask[:, -1, 0, 0] if (mask.shape[1] - 2) & LENGTHS else None
+    lengths = mask[:, -1, 0, 0] if has_lengths else None
     segment_ids = None
-    if width > 1 or kv_len == 1:
+    if has_segments:
         keys = mask[:, 0, 0, :kv_len]
         queries = _segments_of_queries(mask[:, 1, 0, :kv_len], q_len, lengths, is_causal(mask))
         segment_ids = (queries, keys)
@@ -151,6 +154,25 @@ def _segments_of_queries(segments: Tensor, q_len: int, lengths: Tensor | None, c
 def segments(starts: Tensor) -> Tensor:
     """Segments of rows, int32 [B, T], from where the second and later tokens start one, bool [B, T - 1]."""
     return F.pad(starts, (1, 0)).cumsum(-1, dtype=torch.int32)
+
+
+def document_starts(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Where documents packed into a row start: at a token whose position is not past the last token's.
+
+    Args:
+        positions: [B, T].
+        mask: [B, T], non-zero = a token, whose position alone counts; None if all are.
+
+    Returns:
+        bool [B, T - 1], for the second and later places.
+    """
+    if mask is None:
+        return positions.diff(dim=-1) <= 0
+    tokens = mask.bool()
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    before = torch.where(tokens, places, -1).cummax(dim=1).values[:, :-1]  # the last token's place
+    past = positions[:, 1:] > positions.gather(1, before.clamp(min=0))
+    return tokens[:, 1:] & (before >= 0) & ~past
 
 
 def of_documents(starts: Tensor, mask: Tensor | None, windowed: bool = False) -> Tensor:

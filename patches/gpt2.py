@@ -62,7 +62,8 @@ class StreamGPT2Attention(GPT2Attention):
         Raises:
             ValueError: a cache or mask of a kind that can't be read, with what to pass instead.
         """
-        kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
+        if args:
+            kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
         cache = hf.cache_of(kwargs)
         encoder_states = kwargs.get("encoder_hidden_states")
         crosses = encoder_states is not None

@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, StaticCache
 
 from patches import compact
@@ -51,6 +53,14 @@ CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 MASKS_PASS_UNCHANGED = find_spec("transformers.masking_utils") is not None
 """Whether models hand 4-D masks on to their layers as they are."""
+
+_OUTPUT_ATTENTIONS = (
+    "_output_attentions" if hasattr(PretrainedConfig, "output_attentions") else "output_attentions"
+)
+"""Where configurations keep it: newer releases have a property."""
+
+_PER_LAYER = "_heterogeneity_spec"
+"""In the `__dict__` of configurations whose layers differ."""
 
 _UPDATE_TAKES_POSITIONS = "cache_kwargs" in inspect.signature(Cache.update).parameters
 
@@ -81,9 +91,45 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in positional)[1:]
 
 
+def setting(config: Any, name: str) -> Any:
+    """``getattr(config, name, None)`` for what layers ask at every call, at a tenth of the host's time.
+
+    Configurations answer in Python, once for each class that has a say and again for what a property reads.
+
+    Args:
+        config: A configuration of transformers, or any object. It may change from call to call.
+        name: An attribute that a view of a configuration (`patches.interface`) has no answer of its own to.
+    """
+    cls = type(config)
+    cls = getattr(cls, "ordinary", cls)  # what a view stands for
+    key = None if torch.compiler.is_compiling() else _stored_name(cls, name)
+    if key is None:
+        return getattr(config, name, None)
+    state = object.__getattribute__(config, "__dict__")
+    if key in state:
+        # one with settings of each layer's own may refuse to answer for all
+        return state[key] if _PER_LAYER not in state else getattr(config, name, None)
+    return getattr(cls, key, None)
+
+
+@cache
+def _stored_name(cls: Any, name: str) -> str | None:
+    """The key in the `__dict__` of configurations of a class that holds an attribute; None: none does."""
+    answering = [base for base in cls.__mro__ if {"__getattribute__", "__getattr__"} & set(vars(base))]
+    if not issubclass(cls, PretrainedConfig) or any(
+        base is not object and base.__module__.split(".")[0] != "transformers" for base in answering
+    ):
+        return None
+    key = cls.attribute_map.get(name, name)
+    return None if isinstance(getattr(cls, key, None), property) else key
+
+
 def cache_of(arguments: dict[str, Any]) -> Any:
     """The cache among a layer's arguments, under whichever of its names; None if there is none."""
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def update_cache(
@@ -116,9 +162,10 @@ def update_cache(
             f"expected a transformers.Cache, got {type(cache).__name__}, which a patched layer can't read; "
             "unpatch_model(model) before continuous batching or a custom cache"
         )
-    k = k.to(v.dtype)  # a cache takes the dtype of the first keys for both
+    if k.dtype != v.dtype:
+        k = k.to(v.dtype)  # a cache takes the dtype of the first keys for both
     filled = None
-    if has_static_layer(cache):
+    if has_static_layer(cache, layer_idx):
         # Read before the update, which counts in place.
         if cache_position is not None:
             filled = cache_position[-1] + 1
@@ -161,6 +208,12 @@ def slim_mask(
         return None
     if not all(is_patched(layer) for layer in layers):
         return None
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if mask is not None and tokens is not None:
+        past = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        if mask.shape != (tokens.shape[0], past + tokens.shape[1]):
+            return None  # transformers knows what it means, or says what is wrong
     readable = compact.readable(mask, positions)
     if mask is not None and readable and bool(mask.all()):
         mask = None
@@ -170,21 +223,19 @@ def slim_mask(
         # No value may be read, so every row is taken for a packed one, which is right for others too.
         if not fresh or not MASKS_PASS_UNCHANGED:
             return None
-        slim = compact.of_documents(positions.diff(dim=-1) <= 0, mask)
-    elif slim is None and positions is not None and fresh:
-        starts = positions.diff(dim=-1) <= 0
+        slim = compact.of_documents(compact.document_starts(positions, mask), mask)
+    elif positions is not None and fresh:
+        starts = compact.document_starts(positions, mask)
         if bool(starts.any()):
             if not MASKS_PASS_UNCHANGED:
                 raise ValueError(
                     "position_ids start again within a row, which means packed documents; this release of "
                     "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
                 )
-            slim = compact.of_documents(starts, None)
+            slim = compact.of_documents(starts, mask)
     if not MASKS_PASS_UNCHANGED:
         return None
     if slim is None:
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
         device = None if tokens is None else tokens.device
         slim = compact.write(None, None, causal=True, windowed=False, device=device)
     place = names.index("attention_mask")
@@ -200,11 +251,14 @@ def is_complete(mask: Any) -> bool:
     return not (compact.is_compact(mask) or compact.is_padding(mask))
 
 
-def has_static_layer(cache: Any) -> bool:
-    """Whether a cache returns slots that hold no token yet."""
+def has_static_layer(cache: Any, layer_idx: int | None = None) -> bool:
+    """Whether a cache returns slots that hold no token yet, in one of its layers or in any."""
     if isinstance(cache, StaticCache):
         return True
-    return any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
+    layers = getattr(cache, "layers", ())
+    if layer_idx is not None:
+        layers = layers[layer_idx : layer_idx + 1]  # a dynamic one may still be to come
+    return any(isinstance(layer, StaticLayer) for layer in layers)
 
 
 def attend(
@@ -251,8 +305,11 @@ def attend(
     Raises:
         ValueError: a mask of a kind that can't be read.
     """
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    batch, q_len = q.shape[0], q.shape[2]
+    if not q.dtype == k.dtype == v.dtype:
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    batch, _, q_len, _ = q.shape
+    if batch > 1 == k.shape[0]:
+        k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)  # one encoded text for all
     kv_lengths = None
     if isinstance(filled, int):
         k, v = k[:, :, :filled], v[:, :, :filled]
@@ -347,7 +404,7 @@ def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str | None 
     Returns:
         True if the weights are to be computed.
     """
-    if arguments.get("output_attentions") or getattr(layer.config, "output_attentions", False):
+    if arguments.get("output_attentions") or setting(layer.config, _OUTPUT_ATTENTIONS):
         return True
     if isinstance(layer.__dict__.get("forward"), FunctionType):
         return True  # the release records by wrapping `forward` for the time of the call

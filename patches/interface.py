@@ -171,6 +171,9 @@ class ModelConfig(LayerConfig):
             object.__setattr__(self, name, value)
 
 
+_NAMED, _SHARED = ModelConfig.__dict__["named"].__get__, LayerConfig.__dict__["shared"].__get__
+
+
 def view(kind: type[LayerConfig], shared: Any) -> Any:
     """A view of a configuration.
 
@@ -273,11 +276,12 @@ def attention_function(
     for name, reason in _NOT_SERVED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passed {name}: {reason}")
-    batch, q_len, kv_len = key.shape[0], query.shape[2], key.shape[2]
-    if query.shape[0] != batch:
+    queries, _, q_len, _ = query.shape
+    batch, _, kv_len, _ = key.shape
+    if queries != batch:
         query = query.expand(batch, -1, -1, -1)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    maker, cu_seqlens = _mask_maker(module), kwargs.get("cu_seq_lens_q")
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
     complete, windowed, filled = False, False, None
     if compact.is_compact(attention_mask):
         causal, windowed = compact.is_causal(attention_mask), compact.is_windowed(attention_mask)
@@ -285,12 +289,12 @@ def attention_function(
         complete = attention_mask.dim() == 4
         if attention_mask.dim() == 2 and attention_mask.shape[1] < kv_len:
             filled = attention_mask.shape[1]
-    elif maker in _DENSE and causal and 1 < q_len < kv_len:
+    elif causal and 1 < q_len < kv_len and _mask_maker(module.config) in _DENSE:
         filled = q_len  # their models make no mask for a static cache that was empty
     if complete:
         causal, sliding_window, cu_seqlens = False, None, None
     else:
-        sliding_window = _window(module, sliding_window, windowed, causal, maker)
+        sliding_window = _window(module, sliding_window, windowed, causal)
     if cu_seqlens is not None and q_len != kv_len:
         raise ValueError(
             f"{type(module).__name__} got the bounds of packed documents (cu_seq_lens_q) for {q_len} queries "
@@ -328,23 +332,23 @@ def shown() -> str:
     return f"attention={NAME}"
 
 
-def _mask_maker(module: nn.Module) -> str | None:
-    """The implementation whose masks a layer gets: its model's."""
-    config: Any = module.config
-    return (config.shared if isinstance(config, LayerConfig) else config)._attn_implementation
+def _mask_maker(config: Any) -> str | None:
+    """The implementation whose masks a layer gets, by its configuration: its model's."""
+    while isinstance(config, LayerConfig):  # asked past `PretrainedConfig`, see `hf.setting`
+        if isinstance(config, ModelConfig) and _NAMED(config):
+            return NAME
+        config = _SHARED(config)
+    return config._attn_implementation
 
 
-def _window(
-    module: nn.Module, given: int | None, windowed: bool, causal: bool, maker: str | None
-) -> int | None:
+def _window(module: nn.Module, given: int | None, windowed: bool, causal: bool) -> int | None:
     """The keys that a layer's query sees to its left, its own included; None = all."""
-    width = getattr(module.config, "sliding_window", None)
-    if windowed and width is not None:
+    if windowed and (width := hf.setting(module.config, "sliding_window")) is not None:
         # The mask was made with this width, which without causality doesn't count the query itself.
         return width if causal else width + 1
     if given is not None:
         return given
-    if windowed or (maker not in _DENSE and _is_sliding(module)):
+    if windowed or (_is_sliding(module) and _mask_maker(module.config) not in _DENSE):
         raise ValueError(
             f"{type(module).__name__} is a sliding layer by its configuration, but neither it nor its mask "
             "gave the window; unpatch_model(model), and load it with attn_implementation='sdpa'"
@@ -353,10 +357,10 @@ def _window(
 
 
 def _is_sliding(module: nn.Module) -> bool:
-    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    types, index = hf.setting(module.config, "layer_types"), module.__dict__.get("layer_idx")
     if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
         return types[index] == "sliding_attention"
-    return getattr(module, "is_sliding", False) is True
+    return module.__dict__.get("is_sliding", getattr(type(module), "is_sliding", False)) is True
 
 
 def unsupported(layer: nn.Module) -> str | None:
@@ -496,19 +500,21 @@ def keep_documents_apart(
         args: its arguments by position.
         kwargs: its arguments by name.
 
+    Returns:
+        The arguments with that mask, or None to leave them as they are.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if model.config._attn_implementation != NAME or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == positions.shape):
         return None
     cache = hf.cache_of(given)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is not None and (hf.has_static_layer(cache) or cache.get_seq_length() != 0):
         return None
-    starts = positions.diff(dim=-1) <= 0
-    if compact.readable(mask, positions) and not _packed(mask, starts):
+    starts = compact.document_starts(positions, mask)
+    if compact.readable(mask, positions) and not bool(starts.any()):
         return None
     # Where no value may be read, every row is taken for a packed one, which is right for others too.
     documents = _masks_of_documents(model, starts, mask)
@@ -516,10 +522,6 @@ def keep_documents_apart(
     if place < len(args):
         return (*args[:place], documents, *args[place + 1 :]), kwargs
     return args, {**kwargs, "attention_mask": documents}
-
-
-def _packed(mask: Tensor | None, starts: Tensor) -> bool:
-    return (mask is None or bool(mask.all())) and bool(starts.any())
 
 
 def _masks_of_documents(model: Any, starts: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:

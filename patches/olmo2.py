@@ -57,7 +57,8 @@ class StreamOlmo2Attention(Olmo2Attention):
         Raises:
             ValueError: a cache or mask of a kind that can't be read, with what to pass instead.
         """
-        kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
+        if args:
+            kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
         q = self._heads(self.q_norm(self.q_proj(hidden_states)))
         k = self._heads(self.k_norm(self.k_proj(hidden_states)))
         v = self._heads(self.v_proj(hidden_states))

@@ -46,8 +46,6 @@ class StreamTorchMultiheadAttention(FusedMultiHead, nn.MultiheadAttention):
     @staticmethod
     def unsupported(module: nn.MultiheadAttention) -> str | None:
         """The reason why `module` can't be served, or None."""
-        if not 0.0 <= module.dropout < 1.0:
-            return f"its dropout must be a probability in [0, 1), got {module.dropout}"
         return None
 
     @staticmethod

@@ -61,7 +61,7 @@ def build(family: str, attn: str = "eager", seed: int = 0, **config: Any) -> Any
     return model.eval()
 
 
-def pair(family: str, attn: str = "sdpa", **config: Any) -> tuple[Any, Any]:
+def patched_pair(family: str, attn: str = "sdpa", **config: Any) -> tuple[Any, Any]:
     """(patched, unpatched eager) models of the same weights."""
     reference = build(family, "eager", **config)
     patched = build(family, attn, **config)

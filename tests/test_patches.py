@@ -10,13 +10,11 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +31,7 @@ from tests.hf_models import (
     error_where,
     gradient_error,
     gradients,
-    pair,
+    patched_pair,
     tokens,
 )
 
@@ -243,6 +241,12 @@ def test_a_model_of_unknown_attention_raises(strict: bool) -> None:
         patch_model(nn.Sequential(SomeAttention()), strict=strict)
 
 
+def test_a_dropout_of_everything_is_refused(family: str) -> None:
+    options: dict[str, Any] = {"attn_pdrop" if family == "gpt2" else "attention_dropout": 1.0}
+    with pytest.raises(ValueError, match=r"its dropout must be a probability in \[0, 1\), got 1\.0"):
+        patch_model(build(family, **options))
+
+
 def test_a_mixed_model(family: str) -> None:
     class SomeAttention(nn.Module):
         pass
@@ -425,18 +429,11 @@ def test_accelerate_hooks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # Wrappers
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.usefixtures("process_group")
 def test_data_parallel(family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrapped before the patch, with checkpointing too (huggingface/peft#313: "marked ready twice")."""
-    inner, reference = pair(family)
+    inner, reference = patched_pair(family)
     unpatch_model(inner)
     if checkpointing:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -462,7 +459,7 @@ def test_fully_sharded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = init_device_mesh("cpu", (1,))
     ids = tokens(2, 8)
     for order in ("patch first", "shard first"):
-        model, reference = pair(family)
+        model, reference = patched_pair(family)
         if order == "shard first":
             unpatch_model(model)
         for name in names(family):

@@ -24,7 +24,7 @@ from tests.hf_models import (
     gradients,
     greedy,
     left_padding,
-    pair,
+    patched_pair,
     takes_cache_objects,
     tokens,
 )
@@ -51,7 +51,7 @@ def test_every_scale_flag_equals_eager(attn: str, head_dim: bool, inverse: bool,
         "scale_attn_by_inverse_layer_idx": inverse,
         "reorder_and_upcast_attn": upcast,
     }
-    patched, reference = pair("gpt2", attn, **flags)
+    patched, reference = patched_pair("gpt2", attn, **flags)
     ids, mask = left_padding(tokens(2, 11), 0, 3)
     a, b = patched(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits
     assert error_where(mask, a, b) < TOLERANCE
@@ -117,7 +117,7 @@ def call(model: PreTrainedModel, ids: Tensor, masked: bool = True, **options: An
 @pytest.mark.parametrize("inverse", [False, True])
 def test_cross_attention_equals_eager(attn: str, masked: bool, inverse: bool) -> None:
     flags = {"add_cross_attention": True, "scale_attn_by_inverse_layer_idx": inverse}
-    patched, reference = pair("gpt2", attn, **flags)
+    patched, reference = patched_pair("gpt2", attn, **flags)
     assert sum(isinstance(m, StreamGPT2Attention) for m in patched.modules()) == 6
     ids = tokens(2, 5)
     found = []
@@ -131,7 +131,7 @@ def test_cross_attention_equals_eager(attn: str, masked: bool, inverse: bool) ->
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_cross_attention_weights_equal_eager(attn: str) -> None:
-    patched, reference = pair("gpt2", attn, add_cross_attention=True)
+    patched, reference = patched_pair("gpt2", attn, add_cross_attention=True)
     ids = tokens(2, 5)
     a, b = call(patched, ids, output_attentions=True), call(reference, ids, output_attentions=True)
     for x, y in zip(a.attentions, b.attentions, strict=True):
@@ -144,7 +144,7 @@ def test_cross_attention_weights_equal_eager(attn: str) -> None:
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_cached_cross_attention_equals_one_pass(attn: str) -> None:
     """The encoder's keys are computed once and read back at every later step."""
-    patched, reference = pair("gpt2", attn, add_cross_attention=True)
+    patched, reference = patched_pair("gpt2", attn, add_cross_attention=True)
     ids = tokens(2, 6)
     name = cache_argument(patched)
     computed: list[int] = []
@@ -162,7 +162,7 @@ def test_cached_cross_attention_equals_one_pass(attn: str) -> None:
 
 
 def test_cross_attention_generates_what_eager_does() -> None:
-    patched, reference = pair("gpt2", "eager", add_cross_attention=True)
+    patched, reference = patched_pair("gpt2", "eager", add_cross_attention=True)
     ids = tokens(2, 4)
     found = []
     for model in (patched, reference):
@@ -174,9 +174,16 @@ def test_cross_attention_generates_what_eager_does() -> None:
     assert torch.equal(*found)
 
 
+def test_one_encoded_text_serves_a_whole_batch() -> None:
+    patched, reference = patched_pair("gpt2", add_cross_attention=True)
+    ids, text = tokens(3, 6), torch.randn(1, 7, patched.config.n_embd)
+    a, b = (model(ids, encoder_hidden_states=text).logits for model in (patched, reference))
+    assert error_where(None, a, b) < TOLERANCE
+
+
 @needs_cache_objects
 def test_cross_attention_with_a_plain_cache_says_what_to_pass() -> None:
-    patched, _ = pair("gpt2", "eager", add_cross_attention=True)
+    patched, _ = patched_pair("gpt2", "eager", add_cross_attention=True)
     options: dict[str, Any] = {cache_argument(patched): DynamicCache()}
     with pytest.raises(ValueError, match="EncoderDecoderCache"):
         call(patched, tokens(2, 3), use_cache=False, **options)
@@ -195,7 +202,7 @@ def test_encoder_states_for_a_self_attention_layer_raise() -> None:
 
 @needs_head_masks
 def test_head_masks_equal_eager() -> None:
-    patched, reference = pair("gpt2", "eager")
+    patched, reference = patched_pair("gpt2", "eager")
     ids = tokens(2, 7)
     head_mask = torch.tensor([[1.0, 0.0, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.25]])
     a = patched(ids, head_mask=head_mask, output_attentions=True)

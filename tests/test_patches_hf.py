@@ -23,7 +23,7 @@ from tests.hf_models import (
     gradients,
     greedy,
     left_padding,
-    pair,
+    patched_pair,
     spy_attention,
     static_cache,
     takes_cache_objects,
@@ -51,7 +51,7 @@ def attn(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("padding", ["none", "all ones", "left", "right", "hole"])
 def test_logits_and_gradients_equal_eager(family: str, attn: str, padding: str) -> None:
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids = tokens(2, 21)
     mask = None
     if padding != "none":
@@ -69,14 +69,14 @@ def test_logits_and_gradients_equal_eager(family: str, attn: str, padding: str) 
 
 @pytest.mark.parametrize("length", [1, 2, 33])
 def test_short_and_odd_lengths(family: str, length: int) -> None:
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids = tokens(2, length)
     assert error_where(None, patched(ids).logits, reference(ids).logits) < TOLERANCE
 
 
 def test_masks_stay_unmaterialised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One mask serves all heads, and one a user gives for all rows those too, as broadcast dimensions."""
-    patched, _ = pair(family, "sdpa")
+    patched, _ = patched_pair(family, "sdpa")
     calls = spy_attention(monkeypatch)
     ids, mask = left_padding(tokens(2, 8), 0, 3)
     patched(ids, attention_mask=mask)
@@ -118,7 +118,7 @@ def test_v_decides_the_dtype() -> None:
 
 
 def test_chunked_prefill_equals_one_pass(family: str, attn: str) -> None:
-    patched, _ = pair(family, attn)
+    patched, _ = patched_pair(family, attn)
     ids = tokens(2, 12)
     name = cache_argument(patched)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_static_cache_prefill_and_steps(family: str, attn: str, pads: tuple[int,
     """An empty static cache comes with more keys than queries, and sometimes without a mask."""
     if not takes_cache_objects(family):
         pytest.skip("GPT-2 takes no cache objects in this release")
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 12), *pads)
     given = (lambda end: mask[:, :end]) if any(pads) else (lambda end: None)
     cache = static_cache(patched, 2, 40)
@@ -170,7 +170,7 @@ def test_static_length_on_a_device_equals_the_slice() -> None:
 
 
 def test_a_foreign_cache_raises(family: str) -> None:
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     layer = patched.get_submodule("transformer.h.0.attn" if family == "gpt2" else "model.layers.0.self_attn")
     angles = torch.ones(1, 3, 12)
     rest = {} if family == "gpt2" else {"position_embeddings": (angles, angles)}
@@ -189,10 +189,11 @@ def test_a_cache_keeps_the_dtype_of_v() -> None:
 # Generation
 
 
+# huggingface/transformers#30414: a static cache differed from a dynamic one
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
 def test_greedy_generation_token_for_token(family: str, attn: str, cache: str, pads: tuple[int, int]) -> None:
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 16), *pads)
     options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": "static"}
     assert torch.equal(greedy(patched, ids, mask, **options), greedy(reference, ids, mask))
@@ -202,7 +203,7 @@ def test_greedy_generation_token_for_token(family: str, attn: str, cache: str, p
     "options", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"use_cache": False}]
 )
 def test_other_generation(family: str, options: dict[str, Any]) -> None:
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids, mask = left_padding(tokens(2, 10), 0, 4)
     found = []
     for model in (patched, reference):
@@ -216,7 +217,7 @@ def test_other_generation(family: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pads", [(0, 0), (0, 3)])
 def test_weights_equal_eager(family: str, attn: str, pads: tuple[int, int]) -> None:
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 9), *pads)
     given = mask if any(pads) else None
     a = patched(ids, attention_mask=given, output_attentions=True).attentions
@@ -228,7 +229,7 @@ def test_weights_equal_eager(family: str, attn: str, pads: tuple[int, int]) -> N
 
 
 def test_weights_of_cached_steps_equal_eager(family: str) -> None:
-    patched, reference = pair(family, "eager")
+    patched, reference = patched_pair(family, "eager")
     ids, mask = left_padding(tokens(2, 8), 0, 3)
     found = []
     for model in (patched, reference):
@@ -251,7 +252,7 @@ def test_weights_of_cached_steps_equal_eager(family: str) -> None:
 
 
 def test_weights_are_differentiable(family: str) -> None:
-    patched, reference = pair(family, "eager")
+    patched, reference = patched_pair(family, "eager")
     ids = tokens(1, 7)
     found = []
     for model in (patched, reference):
@@ -267,7 +268,7 @@ def test_weights_are_differentiable(family: str) -> None:
 def test_weights_are_computed_only_when_asked_for(
     family: str, attn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patched, _ = pair(family, attn)
+    patched, _ = patched_pair(family, attn)
     calls: list[int] = []
     original = patches.hf.attention_weights
     counted = lambda *args, **options: calls.append(1) or original(*args, **options)  # noqa: E731
@@ -287,7 +288,7 @@ def test_weights_are_computed_only_when_asked_for(
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiles_without_a_graph_break(family: str, padded: bool) -> None:
     torch.compiler.reset()
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids, mask = left_padding(tokens(2, 12), 0, 4 if padded else 0)
     options = {"attention_mask": mask if padded else None, "use_cache": False}
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
@@ -302,7 +303,7 @@ def test_a_step_on_a_static_cache_compiles(family: str) -> None:
     if not takes_cache_objects(family):
         pytest.skip("GPT-2 takes no cache objects in this release")
     torch.compiler.reset()
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids, mask = left_padding(tokens(2, 9), 0, 3)
     cache, name = static_cache(patched, 2, 16), cache_argument(patched)
     step = torch.compile(patched.forward, backend="eager", fullgraph=True)
@@ -342,7 +343,7 @@ needs_unchanged_masks = pytest.mark.skipif(
 
 @needs_unchanged_masks
 def test_no_square_mask_is_made(family: str, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patched, _ = pair(family, attn)
+    patched, _ = patched_pair(family, attn)
     calls = spy_attention(monkeypatch)
     ids, mask = left_padding(tokens(2, 9), 0, 4)
     name = cache_argument(patched)
@@ -361,7 +362,7 @@ def test_no_square_mask_is_made(family: str, attn: str, monkeypatch: pytest.Monk
 def test_no_mask_is_compiled_in(family: str) -> None:
     """Compiled models get a mask tensor from HuggingFace even where there is nothing to mask."""
     torch.compiler.reset()
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     masks: list[Any] = []
 
     def inspecting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -419,7 +420,7 @@ def test_unpatching_removes_the_hook(family: str) -> None:
 
 def test_arguments_of_the_decoder_by_position(family: str) -> None:
     """The hook finds the mask wherever it comes."""
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids, mask = left_padding(tokens(2, 9), 0, 3)
     body = patched.transformer if family == "gpt2" else patched.model
     names = list(inspect.signature(body.forward).parameters)
@@ -431,7 +432,7 @@ def test_arguments_of_the_decoder_by_position(family: str) -> None:
 
 
 def test_embeddings_instead_of_tokens(family: str) -> None:
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     embeddings = torch.randn(2, 6, 48)
     a, b = patched(inputs_embeds=embeddings).logits, reference(inputs_embeds=embeddings).logits
     assert error_where(None, a, b) < TOLERANCE
@@ -461,7 +462,7 @@ def test_a_nan_in_a_hidden_key_reaches_neither_weights_nor_gradients() -> None:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_of_static_layers_is_read_as_far_as_it_is_filled(family: str) -> None:
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids = tokens(2, 12)
     cache = Cache(layers=[patches.hf.StaticLayer(max_cache_len=32) for _ in range(3)])
     with torch.no_grad():
@@ -475,7 +476,7 @@ def test_a_cache_of_static_layers_is_read_as_far_as_it_is_filled(family: str) ->
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_stay_apart_when_compiled(family: str) -> None:
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     ids, positions = tokens(2, 12), torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     with torch.no_grad():
         want = patched(ids, position_ids=positions).logits
@@ -485,7 +486,7 @@ def test_packed_documents_stay_apart_when_compiled(family: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # tracing warns of every condition on a shape
 def test_a_traced_model_still_reads_its_mask() -> None:
-    patched, reference = pair("gpt2")
+    patched, reference = patched_pair("gpt2")
     ids, mask = left_padding(tokens(2, 9), 3, 0)
 
     class Logits(nn.Module):
@@ -502,7 +503,7 @@ def test_a_traced_model_still_reads_its_mask() -> None:
 
 
 def test_hooks_of_the_decoder_see_the_arguments_as_they_were_passed(family: str) -> None:
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     seen: list[int] = []
     decoder = patched.transformer if family == "gpt2" else patched.model
     decoder.register_forward_hook(lambda module, args, output: seen.append(len(args)))
@@ -512,7 +513,8 @@ def test_hooks_of_the_decoder_see_the_arguments_as_they_were_passed(family: str)
 
 
 def test_meta_tensors_pass_with_positions() -> None:
-    patched, _ = pair("gpt2", pad_token_id=None)  # with one, old releases read the tokens for a warning
+    # with a padding token, old releases read the tokens for a warning
+    patched, _ = patched_pair("gpt2", pad_token_id=None)
     ids = tokens(2, 5).to("meta")
     positions = torch.arange(5, device="meta").expand(2, -1)
     assert patched.to("meta")(ids, position_ids=positions).logits.shape[:2] == (2, 5)

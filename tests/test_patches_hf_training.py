@@ -15,7 +15,7 @@ from tests.hf_models import (
     gradients,
     greedy,
     left_padding,
-    pair,
+    patched_pair,
     spy_attention,
     tokens,
 )
@@ -45,7 +45,7 @@ def test_fifty_training_steps_agree(family: str) -> None:
     off: dict[str, Any] = (
         {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
     )
-    patched, reference = pair(family, **off)
+    patched, reference = patched_pair(family, **off)
     a, b = losses(patched.train(), 50), losses(reference.train(), 50)
     assert b[-1] < 0.8 * b[0]
     assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-3
@@ -55,7 +55,7 @@ def test_fifty_training_steps_agree(family: str) -> None:
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     """Recomputation draws the same dropout and appends to no cache."""
     dropout: dict[str, Any] = {"attn_pdrop": 0.3} if family == "gpt2" else {"attention_dropout": 0.3}
-    plain, _ = pair(family, **dropout)
+    plain, _ = patched_pair(family, **dropout)
     checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     checkpointed.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
@@ -69,7 +69,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
 
 def test_dropout_in_training_only(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dropout: dict[str, Any] = {"attn_pdrop": 0.25} if family == "gpt2" else {"attention_dropout": 0.25}
-    patched, _ = pair(family, **dropout)
+    patched, _ = patched_pair(family, **dropout)
     calls = spy_attention(monkeypatch)
     ids = tokens(1, 6)
     patched(ids)
@@ -83,7 +83,7 @@ def test_dropout_follows_the_seed(family: str) -> None:
         if family == "gpt2"
         else {"attention_dropout": 0.4}
     )
-    patched, _ = pair(family, **off)
+    patched, _ = patched_pair(family, **off)
     patched.train()
     ids = tokens(1, 12)
 
@@ -100,6 +100,6 @@ def test_generation_while_training(family: str) -> None:
     off: dict[str, Any] = (
         {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
     )
-    patched, reference = pair(family, **off)
+    patched, reference = patched_pair(family, **off)
     ids = tokens(1, 6)
     assert torch.equal(greedy(patched.train(), ids, count=12), greedy(reference, ids, count=12))

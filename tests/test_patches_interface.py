@@ -384,6 +384,11 @@ def test_attention_without_the_interface_is_refused() -> None:
         patch_model(transformers.BloomForCausalLM(config))
 
 
+def test_a_dropout_of_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"its dropout must be a probability in \[0, 1\), got 1\.0"):
+        patch_model(build("Llama", attention_dropout=1.0))
+
+
 def test_packed_bounds_on_a_cache_raise() -> None:
     layer = build("Llama").get_submodule(LAYERS[0])
     q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 5, 8)

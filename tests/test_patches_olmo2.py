@@ -21,7 +21,7 @@ from tests.hf_models import (
     gradient_error,
     gradients,
     left_padding,
-    pair,
+    patched_pair,
     tokens,
 )
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_and_gradients_equal_eager(kv_heads: int, bias: bool) -> None:
     """The norms' weights are not one here, so that a norm over each head would show."""
-    patched, reference = pair("olmo2", "sdpa", num_key_value_heads=kv_heads, attention_bias=bias)
+    patched, reference = patched_pair("olmo2", "sdpa", num_key_value_heads=kv_heads, attention_bias=bias)
     ids, mask = left_padding(tokens(2, 13), 0, 4)
     a, b = patched(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits
     assert error_where(mask, a, b) < TOLERANCE
@@ -128,7 +128,7 @@ def test_float32_norms_under_a_bfloat16_model() -> None:
 
 
 def test_autocast_stays_near_float32() -> None:
-    patched, reference = pair("olmo2", "sdpa")
+    patched, reference = patched_pair("olmo2", "sdpa")
     ids = tokens(1, 9)
     with torch.autocast("cpu", torch.bfloat16):
         low = patched(ids).logits

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.ao.nn.quantizable import MultiheadAttention as QuantizableMultiheadAttention
 from torch.nn.parallel import DistributedDataParallel
@@ -172,14 +169,6 @@ def test_exports(make: Build) -> None:
     exported = torch.export.export(model, (x,))
     assert any("streamattn" in str(node.target) for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(x), model(x), atol=1e-6, rtol=1e-6)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """Ends after the test's wrapper is gone, which would wait for it."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ["patch first", "wrap first"])

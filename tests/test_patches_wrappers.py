@@ -9,13 +9,12 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
@@ -111,13 +110,6 @@ def test_virtual_tokens(name: str, kind: str) -> None:
 
 
 # Several processes
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -218,7 +210,7 @@ def test_weights_of_eight_bits(name: str, order: str, monkeypatch: pytest.Monkey
     """huggingface's and our layers call the same quantised projections."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantization = pytest.importorskip("torchao.quantization", reason="quantised weights are torchao's")
+        quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     config = quantization.Int8WeightOnlyConfig()
     model, reference = pair(name)
     before = reference(**call(name)).loss

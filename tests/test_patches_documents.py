@@ -1,0 +1,88 @@
+"""Documents packed into rows, beside padding, holes and masks that end early: the same eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import patches.hf
+from patches import compact, patch_model
+from tests import hf_families, hf_models
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+NAMES = ["gpt2", "olmo2", *hf_families.present("Llama")]
+
+
+@pytest.fixture(params=NAMES)
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """(patched, unpatched) models of the same weights."""
+    family = request.param
+    deep = family in hf_models.FAMILIES
+    if deep and not patches.hf.MASKS_PASS_UNCHANGED:
+        pytest.skip("this release can't keep packed documents apart")
+    if not deep and not hf_families.makes_masks(family):
+        pytest.skip("this release makes masks in each model")
+    model = hf_models.build(family) if deep else hf_families.build(family)
+    return patch_model(copy.deepcopy(model)), model
+
+
+def generated_positions(mask: Tensor) -> Tensor:
+    """Positions as transformers' generation makes them: hidden tokens have position 1."""
+    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+
+
+def in_a_graph(model: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, in_a_graph], ids=["eager", "compiled"])
+def test_positions_of_hidden_tokens_start_no_document(models: tuple[Any, Any], wrapped: Any) -> None:
+    patched, model = models
+    ids = hf_models.tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 3] = mask[1, :2] = mask[1, 5] = 0
+    call = {"attention_mask": mask, "position_ids": generated_positions(mask), "use_cache": False}
+    got, want = wrapped(patched)(ids, **call).logits, model(ids, **call).logits
+    assert hf_models.error_where(mask, got, want) < hf_models.TOLERANCE
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, in_a_graph], ids=["eager", "compiled"])
+def test_documents_stay_apart_beside_padding(models: tuple[Any, Any], wrapped: Any) -> None:
+    """Without padding, with some in their own row, and in another one."""
+    patched = wrapped(models[0])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], list(range(9))])
+    ids = hf_models.tokens(2, 9)
+    other = ids.clone()
+    other[0, 0] = (ids[0, 0] + 1) % 50
+    for hidden in (None, (0, 8), (1, 8)):
+        mask = torch.ones(2, 9, dtype=torch.long)
+        if hidden is not None:
+            mask[hidden] = 0
+        call = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        got, moved = patched(ids, **call).logits, patched(other, **call).logits
+        assert torch.equal(got[0, 4:8], moved[0, 4:8]), hidden
+        assert not torch.equal(got[0, :4], moved[0, :4]), hidden
+
+
+def test_a_mask_shorter_than_the_keys_hides_the_rest(models: tuple[Any, Any]) -> None:
+    """Whether it is all ones or not."""
+    patched, model = models
+    ids = hf_models.tokens(2, 9)
+    for mask in (torch.ones(2, 5).long(), torch.tensor([[1] * 5, [1] * 4 + [0]])):
+        got, want = patched(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits
+        assert hf_models.error_where(torch.ones(2, 4).long(), got[:, :4], want[:, :4]) < hf_models.TOLERANCE
+        assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE
+
+
+def test_starts() -> None:
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0], [1, 1, 0, 1, 0, 1], [5, 6, 7, 1, 8, 3]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]])
+    want = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    assert torch.equal(compact.document_starts(positions, mask), want)
+    assert torch.equal(compact.document_starts(positions[:1], None), want[:1])
