@@ -210,7 +210,7 @@ def flash_attn_kvpacked_func(
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{name} must be an int32 tensor, got {got}")
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape [B + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:

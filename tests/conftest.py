@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -48,3 +50,11 @@ def fixed_seed() -> Iterator[None]:
     """Every test starts from the same generator state."""
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """The default group, of one process; it ends after a test's wrapper is gone, which would wait for it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

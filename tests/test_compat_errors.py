@@ -52,7 +52,7 @@ FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
         (
             lambda: flash_attn_varlen_func(FLAT, FLAT, FLAT, BOUNDS.float(), BOUNDS, 5, 5),
             TypeError,
-            "cu_seqlens_q must be an int32 tensor, got torch.float32",
+            "cu_seqlens_q must be an int32 or int64 tensor, got torch.float32",
         ),
         (
             lambda: flash_attn_varlen_func(FLAT, FLAT, FLAT, BOUNDS, NONSENSE, 5, 5),

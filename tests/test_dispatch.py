@@ -198,6 +198,5 @@ def test_the_hopper_kernel_reads_whole_16_bytes(monkeypatch):
     assert unsupported(Backend.HOPPER, q, aligned, v, **PLAIN) is None
 
 
-def test_every_name_is_a_backend():
-    assert set(dispatch.BACKEND_NAMES) == {backend.value for backend in Backend}
-    assert {"auto", "reference", "sdpa", "triton", "hopper"} <= set(dispatch.BACKEND_NAMES)
+def test_the_names_that_attention_takes():
+    assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper")

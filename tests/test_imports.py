@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "streamattn.data": (),
     "streamattn.job": (),
     "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job"),
+    "streamattn.bench.decode_layer": ("patches*", "streamattn.functional"),
     "streamattn.bench*": ("streamattn.functional", "streamattn.pattern"),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -518,15 +517,12 @@ def test_compiles_without_a_graph_break(call: Call):
     assert_same({name.replace("_orig_mod.", ""): x for name, x in result.items()}, wanted, 1e-6)
 
 
-def test_distributed_data_parallel(tmp_path):
+@pytest.mark.usefixtures("process_group")
+def test_distributed_data_parallel():
     _, ours = twins(torch.float64)
     call = Call(weights="averaged", padding="bool")
     wanted = call.run(ours, torch.float64)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        result = call.run(DistributedDataParallel(ours), torch.float64)
-    finally:
-        dist.destroy_process_group()
+    result = call.run(DistributedDataParallel(ours), torch.float64)
     assert_same({name.replace("module.", ""): x for name, x in result.items()}, wanted, 1e-12)
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from streamattn import attention
+from streamattn import attention, ops
 from streamattn.pattern import UNBOUNDED
 from tests.cases import Case, Inputs, expected, judge, run
 from tests.oracle import attend
@@ -450,17 +450,34 @@ def test_checkpointing_replays_the_same_dropout_mask():
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_same_bits_at_every_call(backend):
-    inputs = Case(q_heads=4, q_len=40, kv_len=40, causal=True).build()
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = run(lambda *a, **o: attention(*a, **o, return_lse=True, backend=backend), inputs)
-        for _ in range(5):
-            again = run(lambda *a, **o: attention(*a, **o, return_lse=True, backend=backend), inputs)
-            for name, x in first.tensors.items():
-                assert torch.equal(x, again[name]), name
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_values_that_memory_does_not_hold_are_made_first(backend, monkeypatch):
+    """Lazy negatives and gradients that are zero without memory don't take the shorter way of eager calls."""
+    shorter: list[str] = []
+
+    def spy(name: str) -> None:
+        original = getattr(ops, name)
+
+        def recording(*args: Any) -> Any:
+            shorter.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(ops, name, recording)
+
+    spy("_forward")
+    spy("_backward")
+    inputs = Case(causal=True).build()
+    leaves = (inputs.q, inputs.k, inputs.v)
+    out = attention(*leaves, causal=True, backend=backend)
+    want = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+    assert shorter == ["_forward", "_backward"]
+    lazy = [torch.ops.aten._neg_view(-x.detach()) for x in leaves]
+    assert torch.equal(attention(*lazy, causal=True, backend=backend), out)
+    dout = torch.ops.aten._neg_view(-inputs.dout)
+    got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    zero = torch.autograd.grad(out, leaves, torch.ops.aten._efficientzerotensor(out.shape))
+    assert not any(x.any() for x in zero)
+    assert len(shorter) == 2
 
 
 class _Recorder(TorchDispatchMode):

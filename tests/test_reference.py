@@ -208,3 +208,32 @@ def test_keep_mask_differs_between_heads_rows_and_seeds():
     b = reference.keep_mask(torch.tensor([2]), 0.5, 2, 2, (0, 8), (0, 256))
     rows = torch.cat([a.flatten(0, 2), b.flatten(0, 2)])
     assert len(torch.unique(rows, dim=0)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "tiles"),
+    [
+        ({}, 25),
+        ({"causal": True}, 15),
+        ({"window_size": 4}, 9),
+        ({"window_size": (2, 5)}, 16),
+        ({"q_len": 40, "kv_len": 12, "causal": True}, 6),
+        ({"q_len": 8, "causal": True}, 9),
+    ],
+    ids=str,
+)
+def test_tiles_that_no_query_can_see_are_not_visited(options, tiles, monkeypatch):
+    """20 queries and keys in tiles of 4: forward and backward make the scores of so many."""
+    monkeypatch.setattr(reference, "BLOCK_M", 4)
+    monkeypatch.setattr(reference, "BLOCK_N", 4)
+    case = Case(**{"q_len": 20, "kv_len": 20, **options})
+    made: list[int] = []
+    original = reference._Tiling.tile
+
+    def counting(self: Any, *args: Any) -> Any:
+        made.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(reference._Tiling, "tile", counting)
+    run_reference(case, case.build())
+    assert len(made) == 2 * tiles

@@ -29,8 +29,15 @@ def _is_plain(
     """Whether one call of the fused kernel with or without its own causal flag is enough."""
     if any(mask is not None for mask in masks) or window_left < UNBOUNDED:
         return False
+    if _sees_all(q, window_right):
+        return True
     # its own causal mask takes part in the product with the scale: -inf * 0 or * -1 would hide nothing
-    return window_right == UNBOUNDED or (window_right == 0 and q.shape[2] == k.shape[2] and scale > 0.0)
+    return window_right == 0 and q.shape[2] == k.shape[2] and scale > 0.0
+
+
+def _sees_all(q: Tensor, window_right: int) -> bool:
+    """Whether the right limit hides nothing, as from one new query on a cache."""
+    return window_right >= q.shape[2] - 1
 
 
 def _stored_heads_last(x: Tensor) -> Tensor:
@@ -118,7 +125,7 @@ def attention_forward(
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
-        out, lse = _flash(q, k, v, 0.0, window_right == 0, scale=scale)
+        out, lse = _flash(q, k, v, 0.0, not _sees_all(q, window_right), scale=scale)
         return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
     out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -158,7 +165,9 @@ def attention_backward(
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None and dlse is None and not mask_grad
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
-        dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, window_right == 0, scale=scale)
+        dq, dk, dv = _flash_backward(
+            dout, q, k, v, out, lse, 0.0, not _sees_all(q, window_right), scale=scale
+        )
         return _stored_heads_last(dq), _stored_heads_last(dk), _stored_heads_last(dv), None
     dq = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     # strips add to dk and dv: sums in half precision would round at every strip

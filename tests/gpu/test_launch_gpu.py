@@ -34,6 +34,18 @@ def test_tensors_on_the_second_gpu_while_the_first_is_current():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"q_heads": 8, "window_size": 100}], ids=str)
+def test_the_chosen_kernel_runs_on_the_second_gpu(options):
+    """triton-lang/triton#2441, #5205: what `auto` takes there, under autograd's own thread too."""
+    inputs = Case(q_len=500, kv_len=500, head_dim=128, **options).build(torch.bfloat16, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    got = run(attention, inputs, return_lse=True)
+    assert torch.cuda.current_device() == 0
+    assert {x.device for x in got.tensors.values()} == {torch.device("cuda:1")}
+    judge(got, expected(inputs), torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_two_gpus_are_refused():
     q = torch.randn(1, 1, 8, 16, device="cuda:0")
     k = q.to("cuda:1")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def use_tile(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         monkeypatch.setattr(tiles, "_INTERPRETED", tiles.Tile(block_m, block_n, 4, 1))
 
     return use
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every product of two tiles in the interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    made: list[int] = []
+    original = InterpreterBuilder.create_dot
+
+    def counting(self: InterpreterBuilder, *args: Any) -> Any:
+        made.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counting)
+    return made
 
 
 @pytest.fixture(autouse=True)

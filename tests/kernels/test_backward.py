@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from streamattn import attention
+from streamattn.pattern import UNBOUNDED
 from tests.cases import MASKS, Case, Inputs, Result, expected, judge, keep_of, run
-from tests.kernels.test_forward import OPTIONS, case_of
+from tests.kernels.test_forward import LIMITED, OPTIONS, case_of, limited, visible_tiles
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 
@@ -175,3 +176,55 @@ def test_an_additive_mask_of_any_dtype_hides_by_its_own_minimum(dtype, lowest):
     with torch.no_grad():
         inputs.k[:, :, 7] = inputs.v[:, :, 7] = torch.nan
     judge(backward(inputs), want, torch.float32)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_tiles_that_no_query_can_see_are_not_visited(name, use_tile, products):
+    """Three products for dq and four for dk and dv, as each makes the scores and dp anew."""
+    use_tile(32, 32)
+    inputs = limited(name)
+    out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="triton")
+    products.clear()
+    torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    assert len(products) == 7 * visible_tiles(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "q_heads": 4, "layout": "fused"},
+        {"mask": "trained_keys", "lengths": "ragged", "value_dim": 24, "kv_len": 11},
+        {"segments": "ids", "softcap": 3.0, "sinks": True, "layout": "sliced"},
+    ],
+    ids=str,
+)
+def test_opcheck(options, dtype):
+    """The fake kernels and schemas tell the truth of these kernels too."""
+    case = Case(**options)
+    inputs = case.build(dtype)
+    q, k, v = (
+        x.detach().contiguous() if x.stride(-1) != 1 else x.detach() for x in (inputs.q, inputs.k, inputs.v)
+    )
+    given = inputs.options
+    segments, mask, sinks = given.get("segment_ids"), given.get("attn_mask"), given.get("sinks")
+    rest = (
+        None if mask is None else mask.detach(),
+        segments,
+        segments,
+        given.get("kv_lengths"),
+        None,
+        None if sinks is None else sinks.detach(),
+        0.25,
+        UNBOUNDED,
+        0 if case.causal else UNBOUNDED,
+        case.softcap or 0.0,
+        0.0,
+        "triton",
+    )
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.streamattn.attention_forward.default, (q, k, v, *rest), test_utils=utils)
+    out, lse = torch.ops.streamattn.attention_forward(q, k, v, *rest)
+    gradients = (inputs.dout, inputs.dlse, q, k, v, out, lse, *rest, mask is not None, sinks is not None)
+    torch.library.opcheck(torch.ops.streamattn.attention_backward.default, gradients, test_utils=utils)

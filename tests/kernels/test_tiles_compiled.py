@@ -34,7 +34,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Launch]
     }
     seen: dict[str, Launch] = {}
 
-    def keep(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
+    def keep(
+        kernel: Any,
+        key: Hashable,
+        pointers: tuple[Any, ...],
+        arguments: Callable[[], Any],
+        varying: tuple[int, ...] = (),
+    ) -> None:
         named = dict(zip(kernel.arg_names, pointers, strict=False))
         seen[names[kernel.__name__]] = Launch(kernel, {**named, **arguments()[1]})
 

@@ -18,8 +18,7 @@ from tests.hf_models import (
     gradient_error,
     gradients,
     greedy,
-    left_padding,
-    pair,
+    patched_pair,
     tokens,
 )
 
@@ -29,21 +28,10 @@ pytestmark = [
 ]
 
 
-# huggingface/transformers#30414: a static cache, prompt 7, maximum 64
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("pads", [(0, 0), (3, 0)], ids=str)
-def test_a_static_cache_equals_a_dynamic_one(family, attn, pads):
-    patched, reference = pair(family, attn)
-    ids, mask = left_padding(tokens(2, 7), *pads)
-    static = greedy(patched, ids, mask, count=57, cache_implementation="static")
-    assert torch.equal(static, greedy(patched, ids, mask, count=57))
-    assert torch.equal(static, greedy(reference, ids, mask, count=57))
-
-
 # Qwen#979: a cache of 2, then a chunk of 5
 @pytest.mark.parametrize("sizes", [(2, 5), (1, 6), (5, 1, 1), (3, 3, 3)], ids=str)
 def test_chunks_equal_token_by_token(family, sizes):
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     ids = tokens(2, sum(sizes))
     name = cache_argument(patched)
     found = []
@@ -62,7 +50,7 @@ def test_chunks_equal_token_by_token(family, sizes):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("use_cache", [True, None])
 def test_checkpointing_with_a_cache(family, reentrant, use_cache):
-    plain, _ = pair(family)
+    plain, _ = patched_pair(family)
     for module in plain.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -79,7 +67,7 @@ def test_checkpointing_with_a_cache(family, reentrant, use_cache):
 
 # huggingface/transformers#42586: `.train()`, then `generate()`
 def test_generation_of_a_model_in_training(family):
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     for module in patched.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hf_models import FAMILIES, left_padding, pair, tokens
+from tests.hf_models import FAMILIES, left_padding, patched_pair, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
@@ -17,7 +17,7 @@ pytestmark = [
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("pads", [0, 3])
 def test_true_weights_whatever_the_implementation(family, attn, pads):
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 8), 0, pads)
     a = patched(ids, attention_mask=mask, output_attentions=True)
     b = reference(ids, attention_mask=mask, output_attentions=True)
@@ -33,7 +33,7 @@ def test_true_weights_whatever_the_implementation(family, attn, pads):
 
 # huggingface/transformers#38750: asked for by the configuration
 def test_weights_asked_for_by_the_configuration(family):
-    patched, reference = pair(family, "eager")
+    patched, reference = patched_pair(family, "eager")
     ids = tokens(1, 6)
     patched.config.output_attentions = True
     found = patched(ids).attentions

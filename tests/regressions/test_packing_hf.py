@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches.hf
-from tests.hf_models import FAMILIES, TOLERANCE, cache_argument, error_where, gradients, pair, tokens
+from tests.hf_models import FAMILIES, TOLERANCE, cache_argument, error_where, gradients, patched_pair, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
@@ -30,7 +30,7 @@ def positions_of(*lengths):
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("use_cache", [None, False, True])
 def test_packed_documents_equal_each_alone(family, attn, ones, use_cache):
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids = tokens(1, 7)
     logits = patched(
         ids,
@@ -45,7 +45,7 @@ def test_packed_documents_equal_each_alone(family, attn, ones, use_cache):
 # huggingface/transformers#46634: one set of positions for the whole batch, and one a row
 @needs_packing
 def test_packed_batches(family):
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids = tokens(2, 9)
     shared = patched(ids, position_ids=positions_of(5, 4)).logits
     own = patched(ids, position_ids=torch.cat([positions_of(5, 4), positions_of(2, 3, 4)])).logits
@@ -58,14 +58,14 @@ def test_packed_batches(family):
 # huggingface/transformers#46634: a release that can't keep them apart must say so
 @pytest.mark.skipif(patches.hf.MASKS_PASS_UNCHANGED, reason="this release can separate packed documents")
 def test_packing_that_cannot_be_served_raises(family):
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     with pytest.raises(ValueError, match="packed documents"):
         patched(tokens(1, 7), position_ids=positions_of(4, 3))
 
 
 # inclusionAI/AReaL#1442: packed lengths given, no mask
 def test_perturbing_one_document_leaves_the_other_alone(family):
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     body = patched.transformer if family == "gpt2" else patched.model
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(body).forward).parameters.values()):
         pytest.skip("models of this release hand no packed lengths on")
@@ -94,7 +94,7 @@ def test_perturbing_one_document_leaves_the_other_alone(family):
 # huggingface/transformers#32487: 3 new tokens on a cache of 5 were taken for packing
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_new_tokens_on_a_cache_are_not_packed(family, attn):
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     ids = tokens(2, 8)
     first = patched(ids[:, :5], use_cache=True)
     name = cache_argument(patched)
@@ -105,7 +105,7 @@ def test_new_tokens_on_a_cache_are_not_packed(family, attn):
 # Training on stretched positions (PoSE, arXiv:2309.10400): a gap starts no document
 @pytest.mark.parametrize("ones", [False, True])
 def test_gaps_in_the_positions_separate_nothing(family, ones):
-    patched, _ = pair(family)
+    patched, _ = patched_pair(family)
     ids = tokens(1, 7)
     options = {
         "position_ids": torch.tensor([[0, 1, 2, 9, 10, 20, 21]]),
@@ -120,7 +120,7 @@ def test_gaps_in_the_positions_separate_nothing(family, ones):
 # huggingface/transformers#46634: training on packed rows
 @needs_packing
 def test_gradients_of_packed_documents(family):
-    patched, reference = pair(family)
+    patched, reference = patched_pair(family)
     ids = tokens(1, 7)
     labels = ids.clone()
     labels[0, 4] = -100  # the first token of a document is no continuation

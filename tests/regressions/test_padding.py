@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hf_models import FAMILIES, PAD, TOLERANCE, error_where, greedy, left_padding, pair, tokens
+from tests.hf_models import FAMILIES, PAD, TOLERANCE, error_where, greedy, left_padding, patched_pair, tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("lengths", [(5, 50), (1, 17), (16, 16), (3, 4, 33)], ids=str)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_batch_generates_what_each_prompt_does_alone(family, attn, lengths, cache):
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     longest = max(lengths)
     ids, mask = left_padding(tokens(len(lengths), longest), *(longest - n for n in lengths))
     options = {} if cache == "dynamic" else {"cache_implementation": "static"}
@@ -31,7 +31,7 @@ def test_a_batch_generates_what_each_prompt_does_alone(family, attn, lengths, ca
 # huggingface/transformers#41966: with padding on the left the mask was no longer causal
 @pytest.mark.parametrize("pads", [0, 3])
 def test_causality_and_padding_both_hold(family, attn, pads):
-    patched, _ = pair(family, attn)
+    patched, _ = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 12), 0, pads)
     before = patched(ids, attention_mask=mask).logits
     for changed in range(pads, 12):
@@ -45,7 +45,7 @@ def test_causality_and_padding_both_hold(family, attn, pads):
 # huggingface/transformers#29419, #27050: the same tokens padded on either side
 @pytest.mark.parametrize("length", [1, 7, 11])
 def test_left_and_right_padding_agree(family, attn, length):
-    patched, reference = pair(family, attn)
+    patched, reference = patched_pair(family, attn)
     real = tokens(1, length)
     padding = torch.full((1, 12 - length), PAD)
     left, right = torch.cat([padding, real], 1), torch.cat([real, padding], 1)
@@ -63,7 +63,7 @@ def test_left_and_right_padding_agree(family, attn, length):
 
 # huggingface/transformers#29419: what stands in the padding must not matter
 def test_padding_tokens_do_not_matter(family, attn):
-    patched, _ = pair(family, attn)
+    patched, _ = patched_pair(family, attn)
     ids, mask = left_padding(tokens(2, 10), 4, 0)
     other = torch.where(mask.bool(), ids, 17)
     a, b = patched(ids, attention_mask=mask).logits, patched(other, attention_mask=mask).logits

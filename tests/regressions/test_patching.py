@@ -17,7 +17,7 @@ from tests.hf_models import (
     error_where,
     greedy,
     left_padding,
-    pair,
+    patched_pair,
     tokens,
 )
 
@@ -95,7 +95,7 @@ def test_padding_holds_where_no_mask_function_is_registered(family):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register("maskless", sdpa_attention_forward)
-    patched, reference = pair(family, "maskless")
+    patched, reference = patched_pair(family, "maskless")
     ids, mask = left_padding(tokens(2, 10), 0, 4)
     options = {"attention_mask": mask}
     assert error_where(mask, patched(ids, **options).logits, reference(ids, **options).logits) < TOLERANCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hf_models import TOLERANCE, error_where, pair, tokens
+from tests.hf_models import TOLERANCE, error_where, patched_pair, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_norm_acts_over_the_full_projection(kv_heads):
     """Heads of very different size: a norm of each would make them alike."""
-    patched, reference = pair("olmo2", num_key_value_heads=kv_heads)
+    patched, reference = patched_pair("olmo2", num_key_value_heads=kv_heads)
     with torch.no_grad():
         for model in (patched, reference):
             for layer in model.model.layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hf_models import TOLERANCE, build, error_where, greedy, pair, tokens
+from tests.hf_models import TOLERANCE, build, error_where, greedy, patched_pair, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
     ids=str,
 )
 def test_scale_flags_equal_eager(attn, flags):
-    patched, _ = pair("gpt2", attn, n_layer=2, **flags)
+    patched, _ = patched_pair("gpt2", attn, n_layer=2, **flags)
     # `reorder_and_upcast_attn` changes nothing mathematically, and some releases fail with it.
     reference = build("gpt2", n_layer=2, **{**flags, "reorder_and_upcast_attn": False})
     ids = tokens(2, 10)

@@ -49,6 +49,20 @@ def test_ragged_lengths_are_as_exact_as_round_ones(ragged, even, device, backend
     assert error(ragged) <= 1.5 * error(even)
 
 
+# openxla/tokamax#316: and so are its gradients
+def test_gradients_at_ragged_lengths_are_as_exact_as_at_round_ones(device, backend):
+    def errors(size: int) -> list[float]:
+        case = Case(batch=1, q_heads=1, kv_heads=1, q_len=size, kv_len=size, causal=True)
+        inputs = case.build(device=device)
+        leaves = (inputs.q, inputs.k, inputs.v)
+        outs = (attention(*leaves, causal=True, backend=backend), attend(*leaves, causal=True)[0])
+        got, want = (torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype)) for out in outs)
+        return [relative_errors(x, y)[0] for x, y in zip(got, want, strict=True)]
+
+    for ragged, even in zip(errors(4095), errors(2048), strict=True):
+        assert ragged <= 2 * even
+
+
 # Dao-AILab/flash-attention, its own tests' sizes
 @pytest.mark.parametrize("sizes", PAIRS + [pair[::-1] for pair in PAIRS], ids=str)
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,0 +1,91 @@
+"""PyTorch's fused CPU attention: what it is called for, and with how much. Its numbers are held elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from streamattn import attention
+from streamattn.kernels import cpu
+from tests.cases import LAYOUTS, Case, expected, relative_errors
+
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, Calls]:
+    """The arguments of the fused kernel's calls, forward and backward."""
+    made: tuple[Calls, Calls] = ([], [])
+    for seen, name in zip(made, ("_flash", "_flash_backward"), strict=True):
+        original = getattr(cpu, name)
+
+        def recording(*args: Any, original: Any = original, seen: Calls = seen, **options: Any) -> Any:
+            seen.append((*args, options))
+            return original(*args, **options)
+
+        monkeypatch.setattr(cpu, name, recording)
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_full_and_square_causal_attention_is_one_call_each_way(causal, layout, calls):
+    """On the inputs as they are: the same bits as PyTorch's own function, for the same work."""
+    inputs = Case(q_len=600, kv_len=600, causal=causal, layout=layout).build()
+    out = attention(inputs.q, inputs.k, inputs.v, causal=causal)
+    got = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    (forward,), (backward,) = calls
+    assert "attn_mask" not in forward[-1]
+    assert "attn_mask" not in backward[-1]
+    peer = scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=causal)
+    if layout != "strided":  # a last stride that is not 1: copied here, not served by the fused kernel there
+        assert torch.equal(out, peer)
+        for x, given in zip((inputs.q, inputs.k, inputs.v), forward, strict=False):
+            assert (given.data_ptr(), given.stride()) == (x.data_ptr(), x.stride())
+    wanted = torch.autograd.grad(peer, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "most_keys"),
+    [
+        ({"window_size": 30}, [256, 285, 285, 117]),
+        ({"window_size": (10, 4)}, [260, 270, 270, 98]),
+        ({"causal": True, "mask": "bool_keys"}, [256, 512, 768, 856]),
+        ({"causal": True, "kv_len": 700}, [100, 356, 612, 700]),
+        ({"mask": "additive_heads"}, [856] * 4),
+    ],
+    ids=str,
+)
+def test_a_strip_of_queries_meets_the_keys_it_can_see(options, most_keys, calls):
+    """Neither all keys, where it sees few, nor ever a mask of the whole square."""
+    inputs = Case(**{"q_len": 856, "kv_len": 856, **options}).build()
+    out = attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    forward, backward = calls
+    assert [args[1].shape[2] for args in forward] == most_keys
+    assert [args[2].shape[2] for args in backward] == most_keys
+    for *_, given in (*forward, *backward):
+        bias = given["attn_mask"]
+        assert isinstance(bias, Tensor)
+        assert bias.shape[2] <= cpu.BLOCK_M
+
+
+@pytest.mark.parametrize("options", [{"window_size": (30, 30)}, {"mask": "bool_keys"}], ids=str)
+def test_sums_over_strips_round_no_more_than_one_strip(options, monkeypatch):
+    inputs = Case(q_len=128, kv_len=128, **options).build(torch.bfloat16)
+    inputs.dlse.zero_()
+    want = expected(inputs)
+    errors = []
+    for block_m in (128, 4):
+        monkeypatch.setattr(cpu, "BLOCK_M", block_m)
+        out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="sdpa")
+        dk, dv = torch.autograd.grad(out, (inputs.k, inputs.v), inputs.dout)
+        errors.append([relative_errors(x, want[name])[0] for x, name in ((dk, "dk"), (dv, "dv"))])
+    for whole, strips in zip(*errors, strict=True):
+        assert strips <= 1.3 * whole
