@@ -20,7 +20,6 @@ that says so.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
@@ -36,7 +35,7 @@ from transformers.cache_utils import Cache, StaticCache
 from patches import compact
 from patches.registry import is_patched
 from streamattn.functional import attention, resolve_window
-from streamattn.module import attention_weights
+from streamattn.module import attention_weights, combine_masks
 
 try:
     from transformers.cache_utils import StaticLayer
@@ -98,7 +97,7 @@ def setting(config: Any, name: str) -> Any:
 
     Args:
         config: A configuration of transformers, or any object. It may change from call to call.
-        name: An attribute that a view of a configuration (`patches.interface`) has no answer of its own to.
+        name: An attribute that a view of a configuration (`patches.views`) has no answer of its own to.
     """
     cls = type(config)
     cls = getattr(cls, "ordinary", cls)  # what a view stands for
@@ -211,8 +210,8 @@ def slim_mask(
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if mask is not None and tokens is not None:
-        past = cache.get_seq_length() if isinstance(cache, Cache) else 0
-        if mask.shape != (tokens.shape[0], past + tokens.shape[1]):
+        places = _length_of(cache) + tokens.shape[1]
+        if mask.shape != (tokens.shape[0], places):
             return None  # transformers knows what it means, or says what is wrong
     readable = compact.readable(mask, positions)
     if mask is not None and readable and bool(mask.all()):
@@ -242,6 +241,13 @@ def slim_mask(
     if place < len(args):
         return (*args[:place], slim, *args[place + 1 :]), kwargs
     return args, {**kwargs, "attention_mask": slim}
+
+
+def _length_of(cache: Any) -> int:
+    """How many tokens a cache holds; older releases have tuples of keys and values for each layer."""
+    if isinstance(cache, Cache):
+        return cache.get_seq_length()
+    return cache[0][0].shape[2] if isinstance(cache, tuple) and cache and cache[0] else 0
 
 
 def is_complete(mask: Any) -> bool:
@@ -324,7 +330,7 @@ def attend(
         mask = compact.same_bytes(mask, torch.bool)
     attn_mask = _as_attn_mask(mask, k.shape[2])
     if position_bias is not None:
-        attn_mask = _with_bias(attn_mask, position_bias[..., : k.shape[2]])
+        attn_mask = combine_masks(attn_mask, position_bias[..., : k.shape[2]])
     if cu_seqlens is not None and q_len == k.shape[2]:
         places = torch.arange(q_len, device=q.device, dtype=cu_seqlens.dtype)
         documents = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).expand(batch, -1)
@@ -344,7 +350,8 @@ def attend(
         return attention(q, k, v, **options), None
     out, lse = attention(q, k, v, **options, return_lse=True)
     if segment_ids is not None:
-        attn_mask = _with_segments(attn_mask, *segment_ids)
+        own, theirs = segment_ids[0][:, None, :, None], segment_ids[1][:, None, None, :]
+        attn_mask = combine_masks(attn_mask, (own == theirs) & (theirs >= 0))
     weights = attention_weights(
         q,
         k,
@@ -356,23 +363,6 @@ def attend(
         softcap=softcap,
     )
     return out, weights.to(q.dtype)
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """One floating mask that adds what `bias` adds and hides what `mask` hides."""
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, -math.inf)
-    return bias + mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
-
-
-def _with_segments(mask: Tensor | None, q_segments: Tensor, kv_segments: Tensor) -> Tensor:
-    """A mask [B, 1 or Hq, Tq, Tk] that hides what other segments hold as well."""
-    seen = (q_segments[:, None, :, None] == kv_segments[:, None, None, :]) & (kv_segments >= 0)[:, None, None]
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf)
 
 
 def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:

@@ -3,10 +3,11 @@
 Contract. Importing this file registers the name "streamattn", an attention function and a mask function, in
 releases of transformers that have both (4.53), so that ``attn_implementation="streamattn"`` works. A patched
 layer asks for that name by itself: its `config` becomes a `LayerConfig`, a view of the one it shares with its
-model, and what it computes around the attention stays its own. Where every layer under a configuration is
-patched, the model's other modules see that one under the name too (`ModelConfig`), so that the model makes
-compact masks (`patches.masks`); elsewhere the masks are those of the model's own implementation, and all of
-them are taken. The configurations themselves stay as they are, but for what is set through a view.
+model (`patches.views`), and what it computes around the attention stays its own. Where every layer under a
+configuration is patched, the model's other modules see that one under the name too (`ModelConfig`), so that
+the model makes compact masks (`patches.masks`); elsewhere the masks are those of the model's own
+implementation, and all of them are taken. The configurations themselves stay as they are, but for what is set
+through a view.
 
 Layout. q, k, v are [B, H, T, D], heads of k and v unrepeated; the output is [B, T, H, D].
 
@@ -19,13 +20,12 @@ error that says so.
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from transformers import PretrainedConfig, modeling_utils
 
 from patches import compact, hf
 from patches.registry import NAME, is_patched, uses_interface
+from patches.views import LayerConfig, ModelConfig, plain, view
 
 try:
     from transformers import masking_utils
@@ -65,172 +66,7 @@ _MASK_MAKERS = frozenset(
 _TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers whose masks of packed documents are known."""
 
-
-class LayerConfig:
-    """A patched layer's configuration: a live view of the one it had, under the name of this implementation.
-
-    A view has the attributes of what it stands for, is of a class made from that one's class, and is equal to
-    it; what is set on either is set on both. Calling its class makes an ordinary configuration.
-    """
-
-    __slots__ = ("shared",)
-
-    ordinary: ClassVar[Any]  # the class of configurations that views of this class stand for
-    shared: Any
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an ordinary configuration."""
-        return cls.ordinary(*args, **kwargs)
-
-    @property
-    def _attn_implementation_internal(self) -> str | None:
-        return NAME
-
-    @_attn_implementation_internal.setter
-    def _attn_implementation_internal(self, value: str | None) -> None:
-        self.shared._attn_implementation_internal = value
-
-    @property
-    def output_attentions(self) -> bool | None:
-        """Whether the model returns attention weights, whatever it is called with."""
-        return self.shared.output_attentions
-
-    @output_attentions.setter
-    def output_attentions(self, value: bool | None) -> None:
-        self.shared.output_attentions = value
-
-    def validate(self) -> None:
-        """Check the values, as releases of transformers do that check configurations."""
-        self.shared.validate()
-
-    def __copy__(self) -> Any:
-        return copy.copy(self.shared)  # which has attributes of its own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if torch.compiler.is_compiling():  # a model that copies its configuration, without the modules
-            return copy.deepcopy(_plain(self), memo)
-        make, (kind, shared), *state = self.__reduce__()
-        memo[id(self)] = made = make(kind, copy.deepcopy(shared, memo))
-        for each in state:
-            made.__setstate__(copy.deepcopy(each, memo))
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return view, (LayerConfig, self.shared)
-
-
-class ModelConfig(LayerConfig):
-    """A configuration of a model whose layers are patched, as seen by all of its modules but the layers.
-
-    It has the name of this implementation if all layers under it understand compact masks, until the user
-    gives another. Weights can be asked for through it: what isn't patched then runs on "eager", the only
-    other implementation that gives them.
-    """
-
-    __slots__ = ("named", "views")
-
-    named: bool
-    views: list[Any]  # of the model's configurations
-
-    @property
-    def _attn_implementation_internal(self) -> str | None:
-        return NAME if self.named else self.shared._attn_implementation_internal
-
-    @_attn_implementation_internal.setter
-    def _attn_implementation_internal(self, value: str | None) -> None:
-        self.rename(value == NAME)
-        self.shared._attn_implementation_internal = value
-
-    @LayerConfig.output_attentions.setter
-    def output_attentions(self, value: bool | None) -> None:
-        """Set it, also where transformers refuses to for another implementation than "eager"."""
-        if value and self.named:
-            self.shared._attn_implementation_internal = "eager"
-        self.shared.output_attentions = value
-
-    def rename(self, named: bool) -> None:
-        """Give this implementation's name, or take it back."""
-        object.__setattr__(self, "named", named)
-
-    def part(self, name: str) -> Any:
-        """A configuration inside this one, as the model's modules see it."""
-        return self._seen(getattr(self.shared, name))
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
-        """The configuration of the text model, as transformers tells it, which may be this one or a copy."""
-        return self._seen(self.shared.get_text_config(*args, **kwargs))
-
-    def _seen(self, config: Any) -> Any:
-        return next((other for other in self.views if other.shared is config), config)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return view, (ModelConfig, self.shared), (self.named, self.views)
-
-    def __setstate__(self, state: tuple[bool, list[Any]]) -> None:
-        for name, value in zip(("named", "views"), state, strict=True):
-            object.__setattr__(self, name, value)
-
-
 _NAMED, _SHARED = ModelConfig.__dict__["named"].__get__, LayerConfig.__dict__["shared"].__get__
-
-
-def view(kind: type[LayerConfig], shared: Any) -> Any:
-    """A view of a configuration.
-
-    Args:
-        kind: `LayerConfig`, or `ModelConfig`, which then wants its state set.
-        shared: a configuration, or a view of one.
-    """
-    made = object.__new__(_class_of_views(kind, type(_plain(shared))))
-    object.__setattr__(made, "__dict__", shared.__dict__)
-    object.__setattr__(made, "shared", shared)
-    return made
-
-
-class _ViewClass(type):
-    """A class of views, equal to the class of what they stand for: some mappings of transformers go by it."""
-
-    ordinary: Any
-
-    def __eq__(cls, other: Any) -> bool:
-        return cls.ordinary is (other.ordinary if isinstance(other, _ViewClass) else other)
-
-    def __hash__(cls) -> int:
-        return hash(cls.ordinary)
-
-
-@cache
-def _class_of_views(kind: type[LayerConfig], cls: Any) -> Any:
-    body: dict[str, Any] = {"__slots__": (), "__module__": __name__, "__qualname__": kind.__name__}
-    body |= {
-        "ordinary": cls,
-        "__eq__": _equal,
-        "__hash__": None,
-    }  # here, where transformers would put its own
-    if kind is ModelConfig:
-        body |= {name: _part(name) for name in getattr(cls, "sub_configs", ())}
-    return _ViewClass(cls.__name__, (kind, cls), body)  # other mappings go by the name
-
-
-def _part(name: str) -> property:
-    def get(config: Any) -> Any:
-        return config.part(name)
-
-    def set_(config: Any, value: Any) -> None:
-        setattr(config.shared, name, value)
-
-    return property(get, set_)
-
-
-def _plain(config: Any) -> Any:
-    """The configuration that a view stands for."""
-    while isinstance(config, LayerConfig):
-        config = config.shared
-    return config
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return _plain(one) == _plain(other)
 
 
 def attention_function(
@@ -419,7 +255,7 @@ def release(model: nn.Module) -> None:
                 del module.__dict__["extra_repr"]
         for name, value in module.__dict__.items():
             if isinstance(value, LayerConfig):
-                module.__dict__[name] = _plain(value)
+                module.__dict__[name] = plain(value)
         for key in _document_hooks(module):
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
@@ -428,15 +264,14 @@ def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[
     """The configurations under which every attention layer understands compact masks."""
     found: dict[int, tuple[Any, list[nn.Module]]] = {}
     for module in model.modules():
-        config = _plain(module.__dict__.get("config"))
+        config = plain(module.__dict__.get("config"))
         if isinstance(config, PretrainedConfig) and module not in attention_layers:
             found.setdefault(id(config), (config, []))[1].append(module)
     chosen = []
     for config, holders in found.values():
         inner = {layer for holder in holders for layer in holder.modules() if layer in attention_layers}
-        inner = {
-            layer for layer in inner if not isinstance(layer, nn.MultiheadAttention)
-        }  # they get no masks
+        # they get no masks
+        inner = {layer for layer in inner if not isinstance(layer, nn.MultiheadAttention)}
         if inner and all(map(_takes_compact_masks, inner)):
             chosen.append(config)
     return chosen
@@ -480,7 +315,7 @@ def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
             module.__dict__[name] = known
     for layer in filter(_is_adopted, attention_layers):
         config = layer.__dict__["config"]
-        known = next((each for each in views if each.shared is _plain(config)), None)
+        known = next((each for each in views if each.shared is plain(config)), None)
         if known is not None:
             object.__setattr__(config, "shared", known)
     return views

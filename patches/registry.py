@@ -41,7 +41,7 @@ NAME = "streamattn"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name under which HuggingFace's layers look an implementation up."""
 
-LAYER_CONFIG = "patches.interface:LayerConfig"
+LAYER_CONFIG = "patches.views:LayerConfig"
 """The configuration of a layer that is patched through the interface."""
 
 

@@ -174,9 +174,8 @@ def _data_set(name: str) -> tuple[Iterable[str], Iterable[str]]:
     path, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(path, configuration or None)
-    except (
-        Exception
-    ) as error:  # anything from a missing name to no network; the reader needs the reason, not the stack
+    # anything from a missing name to no network; the reader needs the reason, not the stack
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"data: {name!r} is neither a file or folder here nor a data set that could be loaded ({reason})"

@@ -1,7 +1,8 @@
 """Which implementation serves a call.
 
-One predicate, `unsupported`, that dispatch, errors, ``streamattn info`` and tests all read. A backend is
-chosen from devices, dtypes and shapes before anything runs, never after a caught exception.
+One predicate, `unsupported`, that dispatch, errors and tests all read; ``streamattn info`` reads the part of
+it that depends on the device alone, `unavailable`. A backend is chosen from devices, dtypes and shapes before
+anything runs, never after a caught exception.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+from streamattn.kernels.tiles import SCALE_LIMIT
 
 
 class Backend(str, Enum):
@@ -62,8 +66,10 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
     if backend in (Backend.TRITON, Backend.HOPPER):
         kind = device.type
         interpreted = kind == "cpu" and _interpreting() and backend is Backend.TRITON
-        if not interpreted and (kind != "cuda" or torch.version.hip is not None):
+        if not interpreted and kind != "cuda":
             return f"its kernels need an NVIDIA GPU, and the tensors are on {kind.upper()}"
+        if not interpreted and torch.version.hip is not None:
+            return "its kernels need an NVIDIA GPU, and this is a ROCm build of PyTorch"
         if not _has_triton():
             return "Triton is not installed; install it with 'pip install triton'"
         if interpreted:
@@ -149,8 +155,8 @@ def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window
         )
     if q_len < MIN_HOPPER_QUERIES:
         return f"it takes {MIN_HOPPER_QUERIES} queries or more, got {q_len}"
-    if not scale > 2.0**-100:
-        return f"it takes a positive scale, got {scale}"
+    if not scale > SCALE_LIMIT:
+        return f"it takes a scale above 2^{math.log2(SCALE_LIMIT):.0f}, got {scale}"
     if window_left < k.shape[-2] - q_len:
         return "the window leaves keys that no query sees, and what they hold must not reach the output"
     for x in (q, k, v):

@@ -297,7 +297,8 @@ def attention(
         return_lse: also return ``lse``. Default False.
         deterministic: accepted for the contract: every backend gives the same bits for the same inputs,
             forward and backward, whatever is asked. Default None.
-        backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention) or ``triton``.
+        backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton`` or ``hopper``
+            (a forward for compute capability 9.0; its backward is Triton's).
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from streamattn.functional import attention, resolve_window
-from streamattn.pattern import UNBOUNDED, visible
+from streamattn.pattern import UNBOUNDED, hiding_limit, visible
 
 _Window = tuple[int, int]  # widths to the left and right, UNBOUNDED where open
 
@@ -127,7 +127,7 @@ class FusedMultiHead(nn.Module):
             q_segments = torch.zeros(q.shape[0], q_len, dtype=torch.int32, device=q.device)
             segment_ids = (q_segments, key_mask[:, 0, 0].to(torch.int32) - 1)
         else:
-            mask = _combine(key_mask, pair_mask)
+            mask = combine_masks(key_mask, pair_mask)
 
         attended = attention(
             q,
@@ -143,7 +143,7 @@ class FusedMultiHead(nn.Module):
         weights = None
         if isinstance(attended, tuple):
             out, lse = attended
-            mask = _combine(key_mask, pair_mask)
+            mask = combine_masks(key_mask, pair_mask)
             scale = 1.0 / math.sqrt(self.head_dim)
             weights = attention_weights(q, k, lse, scale=scale, window=window, attn_mask=mask)
             weights = (weights.mean(dim=1) if average_attn_weights else weights).to(query.dtype)
@@ -244,7 +244,7 @@ class FusedMultiHead(nn.Module):
         count = len(keys) - 1
         in_window = _in_window(q_len, kv_len, window, k.device)
         if in_window is not None:
-            pair_mask = _combine(in_window[None, None], pair_mask)
+            pair_mask = combine_masks(in_window[None, None], pair_mask)
         key_mask, pair_mask = (
             # Appended: True, or 0.
             None if mask is None else F.pad(mask, (0, count), value=float(mask.dtype == torch.bool))
@@ -464,8 +464,13 @@ def _shown(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask
 
 
-def _combine(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """One mask that hides what either hides and adds what either adds; True = visible. Broadcasts."""
+def combine_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """One mask that hides what either hides and adds what either adds.
+
+    Args:
+        a: bool (True = visible) or floating (added to the scores), or None.
+        b: as `a`, and of a shape that broadcasts with its.
+    """
     if a is None or b is None:
         return a if b is None else b
     if a.dtype == torch.bool:
@@ -475,7 +480,8 @@ def _combine(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _hidden_to_inf(mask: Tensor) -> Tensor:
     """A floating mask whose hiding entries, by its own dtype's measure, still hide in a sum of any dtype."""
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+    lowest = torch.finfo(mask.dtype).min
+    return mask.masked_fill(mask <= hiding_limit(lowest, lowest), -math.inf)
 
 
 def _in_window(q_len: int, kv_len: int, window: _Window, device: torch.device) -> Tensor | None:
@@ -495,7 +501,6 @@ def attention_weights(
     scale: float,
     window: tuple[int, int],
     attn_mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -510,7 +515,6 @@ def attention_weights(
         scale: factor of the scores.
         window: widths to the left and right, `UNBOUNDED` where open.
         attn_mask: 4-D, bool (True = visible) or floating; default None.
-        segment_ids: int32 [B, T], none negative; default None.
         kv_lengths: [B], at most Tk; default None.
         softcap: bound of the scores before the mask, as `attention` takes it; default None: off.
 
@@ -523,12 +527,10 @@ def attention_weights(
         j = torch.arange(kv_len, device=q.device)
         length = kv_len if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
         seen = visible(i, j, q_len, length, *window)
-        if segment_ids is not None:
-            seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         if attn_mask is not None:
             shown = attn_mask
             if attn_mask.dtype != torch.bool:  # as `attention` decides it
-                limit = max(torch.finfo(attn_mask.dtype).min / 2, torch.finfo(lse.dtype).min)
+                limit = hiding_limit(torch.finfo(attn_mask.dtype).min, torch.finfo(lse.dtype).min)
                 shown = ~(attn_mask.to(lse.dtype) <= limit)
             seen = seen & shown
         k = repeat(k, "b h s d -> b (h g) s d", g=q.shape[1] // k.shape[1]).to(lse.dtype)

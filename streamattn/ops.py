@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, choose
+from streamattn.pattern import open_sides
 
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
@@ -33,7 +34,7 @@ _OPTIONS = (
 )
 
 SERVED: dict[Hashable, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
-"""Calls of a kind (see `kind_of_call`) that the portable kernel has served -> what serves one more."""
+"""Kind of a call (see `kind_of_call`) -> what serves one more, once the portable kernel has served one."""
 
 _MAX_KINDS = 4096
 _BACKENDS = {backend.value: backend for backend in Backend}
@@ -286,44 +287,54 @@ def kind_of_call(
     softcap: float,
     backend: str,
 ) -> Hashable | None:
-    """All that decides whether a call is right and who serves it; None where more than that does.
+    """What two calls have alike if the checks, the choice of a backend and the launch can't tell them apart.
 
-    The call is one without mask, segments, lengths, sinks and dropout. Only decoding has a kind, where the
-    host's time counts: eager calls of few queries on a GPU, no gradient wanted. The number of keys is no part
-    of it, nor are the strides that grow with them. q, k and v may be anything, and of any shape; a kind in
-    `SERVED` has passed all checks.
+    So a call of a kind in `SERVED` needs none of these again. A kind holds all that they look at but for the
+    number of keys and the strides that grow with it: decoding has one kind for a cache of any length. What a
+    kind does not hold is asked here, and None returned for a call that has no kind.
+
+    Only decoding has one, where the host's time counts: eager calls of few queries on a GPU, without
+    gradient, mask, segments, lengths, sinks and dropout. q, k and v may be anything, and of any shape.
     """
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN or not q.is_cuda or not _plain_call(q, k, v):
+    # tensors that have a shape and strides, on the way past the dispatcher and past autograd
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN or not q.is_cuda or k is None or v is None:
         return None
-    if not (q.layout is k.layout is v.layout is torch.strided and q.dtype is k.dtype is v.dtype):
+    if not _plain_call(q, k, v) or _wants_grad(q, k, v):
         return None
-    if q.is_nested or k.is_nested or v.is_nested or not q.device == k.device == v.device:
+    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
         return None
-    if torch._C._is_any_autocast_enabled() or _wants_grad(q, k, v):
+    # `attention` hands them on as they are: it would cast them, add dimensions, copy rows of another stride
+    if torch._C._is_any_autocast_enabled():
         return None
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if not (
-        len(q_shape) == len(k_shape) == len(v_shape) == 4 and k_shape[:3] == v_shape[:3] and k_shape[2] > 0
-    ):
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    length = q_shape[2] + k_shape[2]
-    growing = k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
-    if not (q_shape[2] < MIN_HOPPER_QUERIES and q_strides[3] == k_strides[3] == v_strides[3] == 1):
+    if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
         return None
-    if growing % 16 != 0 or growing >= 1 << 31:  # kernels are compiled for whole 16s, in 32 bits
+    # what the checks want of k and v, and a kind does not hold
+    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
+        return None
+    if not (k_shape[:3] == v_shape[:3] and k_shape[2] > 0):
+        return None
+    if q_shape[2] >= MIN_HOPPER_QUERIES:  # the Hopper kernel looks at addresses and at the number of keys
+        return None
+    # a compiled kernel takes any such strides that are whole 16s, in 32 bits; each is, if all their bits are
+    growing = k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
+    if growing % 16 != 0 or growing >= 1 << 31:
         return None
     shapes = (q_shape, k_shape[0], k_shape[1], k_shape[3], v_shape[3])
     strides = (q_strides, k_strides[2], v_strides[2])
-    windows = (window_left, window_right, window_left >= length, window_right >= length)
-    return shapes, strides, q.dtype, q.get_device(), scale, windows, softcap, backend
+    # the number of keys decides what is compiled by this alone: which sides of the window are limits
+    sides = open_sides(q_shape[2], k_shape[2], window_left, window_right)
+    return shapes, strides, q.dtype, q.get_device(), scale, window_left, window_right, sides, softcap, backend
 
 
 def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call is eager, on plain tensors of a CPU or CUDA, and no mode, transform or profiler watches.
+    """Whether a call may skip torch's dispatcher: that would call our implementation and do nothing else.
 
-    A tensor whose memory does not hold its values (a lazy negative, a zero without memory) is not plain: the
-    dispatcher makes it so.
+    It does more when compiling, for subclasses, for a tensor whose memory does not hold its values (a lazy
+    negative, a zero without memory), on other devices, and where a mode, transform or profiler listens.
     """
     if torch.compiler.is_compiling():
         return False
@@ -334,10 +345,10 @@ def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
         (q.is_cuda or q.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None  # torch.jit.trace
+        and not torch._C._are_functorch_transforms_active()  # torch.func and vmap
         and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
-        and forward_ad._current_level < 0
+        and forward_ad._current_level < 0  # where tensors may carry tangents
         and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
 

@@ -6,8 +6,8 @@ attention is ``window_right = 0``. An open side has the width `UNBOUNDED`.
 
 Everything here is written with operators, ``min`` and ``max`` only, so that the same source serves Python
 ints, torch tensors (`visible` alone) and, jitted by ``kernels/primitives.py``, Triton blocks. Segments and
-mask tensors are data, not geometry; they are left to the callers. So is dropout, but for the two numbers on
-which the reference and the kernels must agree.
+mask tensors are data, not geometry; they are left to the callers, but for the kinds of masks and the entries
+that hide. So is dropout, but for the two numbers on which the reference and the kernels must agree.
 
 A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start, stop)`` excludes stop.
 """
@@ -15,11 +15,28 @@ A range ``i_first..i_last`` or ``j_first..j_last`` includes both ends; ``[start,
 UNBOUNDED = 1 << 30
 """Width of an open side of the window; fits int32 with room for any legal length on top."""
 
+NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
+"""What a kernel is told of its ``attn_mask``."""
+
 
 def visible(i, j, q_len, kv_len, window_left, window_right):
     """Whether query ``i`` sees key ``j``; broadcasts over tensors and blocks."""
     p = i + (kv_len - q_len)
     return (j < kv_len) & (j >= p - window_left) & (j <= p + window_right)
+
+
+def open_sides(q_len: int, kv_len: int, window_left: int, window_right: int) -> tuple[int, int]:
+    """The window with a side that reaches past every key made `UNBOUNDED`: it costs no masked tiles."""
+    length = q_len + kv_len
+    return (
+        UNBOUNDED if window_left >= length else window_left,
+        UNBOUNDED if window_right >= length else window_right,
+    )
+
+
+def hiding_limit(mask_lowest: float, score_lowest: float) -> float:
+    """An entry of an additive mask hides at or below it; by the least of the mask's dtype and the scores'."""
+    return max(mask_lowest / 2, score_lowest)
 
 
 def kv_span(i_first, i_last, q_len, kv_len, window_left, window_right):

@@ -25,7 +25,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from streamattn.pattern import PHILOX_ROUNDS, drop_threshold, kv_span, kv_span_full, visible
+from streamattn.pattern import PHILOX_ROUNDS, drop_threshold, hiding_limit, kv_span, kv_span_full, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -240,7 +240,7 @@ class _Tiling:
         if self.attn_mask is not None:
             mask = self.mask_tile(self.attn_mask, m0, m1, n0, n1)
             if mask.dtype != torch.bool:  # a NaN does not hide, it shows in the result
-                limit = max(torch.finfo(mask.dtype).min / 2, torch.finfo(self.dtype).min)
+                limit = hiding_limit(torch.finfo(mask.dtype).min, torch.finfo(self.dtype).min)
                 mask = ~(mask.to(self.dtype) <= limit)
             seen = seen & mask
         return seen

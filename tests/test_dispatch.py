@@ -119,6 +119,18 @@ def test_triton_is_named_where_it_is_missing(monkeypatch):
     assert "NVIDIA GPU" in on_cpu, "Triton would not help there"
 
 
+def test_a_rocm_build_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for backend in (Backend.TRITON, Backend.HOPPER):
+        said = unavailable(backend, torch.device("cuda:0"))
+        assert said is not None
+        assert "NVIDIA GPU" in said
+        assert "ROCm" in said
+        on_cpu = unavailable(backend, CPU)
+        assert on_cpu is not None
+        assert on_cpu.endswith("the tensors are on CPU")
+
+
 @pytest.mark.parametrize(("capability", "serves"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_gpus_older_than_ampere_are_refused(capability, serves, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
@@ -166,7 +178,8 @@ def test_the_interpreter_runs_no_gluon(monkeypatch):
         ({}, {"plain": False}, "mask"),
         ({}, {"softcap": 1.0}, "softcap"),
         ({}, {"dropout_p": 0.1}, "dropout"),
-        ({}, {"scale": 0.0}, "positive scale"),
+        ({}, {"scale": 0.0}, "a scale above 2^-100"),
+        ({}, {"scale": 1e-40}, "a scale above 2^-100"),
         ({"dtype": torch.float32}, {}, "float32"),
         ({"value_dim": 128}, {}, "64 and 128"),
         ({"head_dim": 68, "value_dim": 68}, {}, "multiple of 8"),

@@ -550,15 +550,6 @@ def test_extra_repr_shows_what_is_not_default():
     )
 
 
-def test_a_half_precision_padding_mask_hides_beside_a_float32_mask() -> None:
-    layer = StreamMultiHeadAttention(8, 2, batch_first=True)
-    key = torch.randn(1, 3, 8)
-    key[:, 1] = torch.nan
-    padding = torch.tensor([[0.0, torch.finfo(torch.float16).min, 0.0]]).half()
-    out, _ = layer(torch.randn(1, 2, 8), key, key, key_padding_mask=padding, attn_mask=torch.zeros(2, 3))
-    assert out.isfinite().all()
-
-
 def test_a_mask_hides_in_the_weights_as_in_the_output() -> None:
     """A NaN shows in its row; an entry that float32 can't hold hides, whatever the mask's own dtype holds."""
     layer = StreamMultiHeadAttention(8, 2, batch_first=True)
@@ -574,3 +565,33 @@ def test_a_mask_hides_in_the_weights_as_in_the_output() -> None:
     assert not weights[0, 1].any()
     torch.testing.assert_close(weights[0, 2:].sum(-1), torch.ones(2))
     assert weights[0, 2, 3] == 0.0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside_another"])
+@pytest.mark.parametrize(
+    ("dtype", "hides", "shows"),
+    [
+        (torch.float16, -32752.0, -32736.0),
+        (torch.float32, torch.finfo(torch.float32).min / 2, torch.finfo(torch.float32).min * 0.499),
+        (torch.float64, torch.finfo(torch.float32).min, torch.finfo(torch.float32).min * 0.999),
+    ],
+    ids=str,
+)
+def test_where_a_mask_begins_to_hide(dtype: torch.dtype, hides: float, shows: float, beside: bool) -> None:
+    """In the weights as in the output, by the mask's own dtype, also in a sum of another."""
+    layer = StreamMultiHeadAttention(8, 2, batch_first=True)
+    x, key = torch.randn(1, 2, 8), torch.randn(1, 3, 8)
+
+    def attend(entries: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.tensor([entries], dtype=dtype)
+        masks = {"key_padding_mask": mask, "attn_mask": torch.zeros(2, 3)}
+        out, weights = layer(x, key, key, **(masks if beside else {"attn_mask": mask.expand(2, 3)}))
+        return out, weights
+
+    _, weights = attend([shows, shows, shows])
+    assert (weights > 0).all()
+    key[:, 1] = torch.nan
+    out, weights = attend([0.0, hides, 0.0])
+    assert out.isfinite().all()
+    torch.testing.assert_close(weights[..., 1], torch.zeros(1, 2))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2))

@@ -75,7 +75,13 @@ def test_a_mask_shorter_than_the_keys_hides_the_rest(models: tuple[Any, Any]) ->
     patched, model = models
     ids = hf_models.tokens(2, 9)
     for mask in (torch.ones(2, 5).long(), torch.tensor([[1] * 5, [1] * 4 + [0]])):
-        got, want = patched(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits
+        try:
+            want = model(ids, attention_mask=mask).logits
+        except (RuntimeError, ValueError):  # older releases know no such mask
+            with pytest.raises((RuntimeError, ValueError)):
+                patched(ids, attention_mask=mask)
+            continue
+        got = patched(ids, attention_mask=mask).logits
         assert hf_models.error_where(torch.ones(2, 4).long(), got[:, :4], want[:, :4]) < hf_models.TOLERANCE
         assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE
 

@@ -40,7 +40,7 @@ def test_a_setting_is_what_a_configuration_answers(cls: type[PretrainedConfig]) 
     config = cls()
     seen = [config]
     if find_spec("transformers.masking_utils") is not None:
-        from patches.interface import LayerConfig, view
+        from patches.views import LayerConfig, view
 
         seen.append(view(LayerConfig, config))
     changes: list[dict[str, Any]] = [{}, {"sliding_window": 3}, {"blocks": ["a"]}, {"sliding_window": 2}]

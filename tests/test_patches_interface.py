@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import patches.compact
 from patches import interface, patch_model, patch_report, unpatch_model
-from patches.interface import LayerConfig
+from patches.views import LayerConfig
 from streamattn import attention
 from tests.hf_families import FAMILIES, LENGTH, WINDOW, build, dense_masks, inputs, pair, present, spy_layers
 from tests.hf_models import TOLERANCE, VOCABULARY, cache_argument, left_padding, static_cache, tokens
@@ -225,6 +225,22 @@ def test_the_rest_can_follow() -> None:
     assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
+@pytest.mark.parametrize("name", present("Mistral", "T5"))
+def test_a_part_that_is_unpatched_gets_masks_that_it_knows(name: str) -> None:
+    model, reference = pair(name)
+    patch_model(model)
+    first, *others = patch_report(model).patched
+    unpatch_model(model.get_submodule(first))
+    assert list(patch_report(model).patched) == others
+    arguments, valid = inputs(name, "left")
+    with torch.no_grad():
+        difference = (model(**arguments).logits - reference(**arguments).logits).abs().amax(-1)
+    assert float((difference if valid is None else difference * valid).max()) < TOLERANCE
+    patch_model(model)
+    assert list(patch_report(model).patched) == [first, *others]
+    assert unpatch_model(model).config._attn_implementation == "eager"
+
+
 def test_a_single_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama")
     layer = model.get_submodule(LAYERS[0])
@@ -245,6 +261,15 @@ def test_the_report_and_the_names() -> None:
     patch_model(model)
     assert patch_report(model).patched == dict.fromkeys(LAYERS, "LlamaAttention")
     assert "LlamaConfig" in repr(model.get_submodule(LAYERS[0]).config)
+
+
+def test_printed_it_shows_the_patch() -> None:
+    model, plain = pair("Llama")
+    patch_model(model, filter_fn=lambda module, name: name == LAYERS[0])
+    assert repr(model).count("attention=streamattn") == 1
+    assert repr(patch_model(model)).count("attention=streamattn") == 1  # of two layers that are alike
+    assert repr(model.get_submodule(LAYERS[0])).count("attention=streamattn") == 1
+    assert repr(unpatch_model(model)) == repr(plain)
 
 
 @pytest.mark.parametrize("after", ["eager", "sdpa"])
@@ -488,6 +513,31 @@ def test_sinks_by_either_name(argument: str) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     found, _ = attention_function(Layer(), Q, K, V, None, **{argument: sinks})
     assert torch.equal(found, attention(Q, K, V, causal=True, sinks=sinks).transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "GraniteSWA", "GraniteMoeSWA"])
+def test_weights_beside_sinks(kind: str) -> None:
+    """Granite's are those before the sinks scale the output, gpt-oss's leave the sink's share out."""
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("this release has no such model")
+    options = {**FAMILIES["gpt-oss"].options, "sliding_window": WINDOW}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    reference, model = (cls._from_config(config, attn_implementation="eager").eval() for _ in range(2))
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "sinks" in name:
+                parameter.normal_(std=2.0)
+            parameter.nan_to_num_()
+    model.load_state_dict(reference.state_dict())
+    found = patch_model(model)(tokens(2, LENGTH), output_attentions=True)
+    expected = reference(tokens(2, LENGTH), output_attentions=True)
+    for weights, want in zip(found.attentions, expected.attentions, strict=True):
+        assert torch.allclose(weights, want, atol=1e-5)
+    assert float((found.logits - expected.logits).abs().max()) < TOLERANCE
+    share = 1 - found.attentions[0].sum(-1)
+    assert float(share.abs().max()) < 1e-5 or kind == "GptOss"
+    assert interface._sinks_scale_the_output(model.get_submodule(LAYERS[0])) is (kind != "GptOss")
 
 
 def test_a_flash_mask_of_two_dimensions() -> None:

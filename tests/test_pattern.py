@@ -55,6 +55,32 @@ def test_visible_takes_one_length_per_batch():
         assert got[b].tolist() == want
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), SIZES)
+def test_a_side_that_reaches_past_every_key_is_open(q_len, kv_len):
+    for left, right in product([*range(q_len + kv_len + 2), pattern.UNBOUNDED], repeat=2):
+        opened = pattern.open_sides(q_len, kv_len, left, right)
+        for side, given in zip(opened, (left, right), strict=True):
+            assert side in (given, pattern.UNBOUNDED)
+            assert (side == pattern.UNBOUNDED) == (given >= q_len + kv_len)
+        for i, j, length in product(range(q_len), range(kv_len), range(kv_len + 1)):
+            got = pattern.visible(i, j, q_len, length, *opened)
+            assert got == pattern.visible(i, j, q_len, length, left, right)
+
+
+@pytest.mark.parametrize(
+    ("mask_dtype", "score_dtype", "limit"),
+    [
+        (torch.float16, torch.float32, -32752.0),
+        (torch.float32, torch.float32, torch.finfo(torch.float32).min / 2),
+        (torch.float64, torch.float32, torch.finfo(torch.float32).min),
+        (torch.float64, torch.float64, torch.finfo(torch.float64).min / 2),
+    ],
+    ids=str,
+)
+def test_half_of_a_masks_minimum_hides_or_what_scores_can_not_hold(mask_dtype, score_dtype, limit):
+    assert pattern.hiding_limit(torch.finfo(mask_dtype).min, torch.finfo(score_dtype).min) == limit
+
+
 def test_unbounded_leaves_room_in_int32():
     assert 2 * pattern.UNBOUNDED < 2**31 + 1
     longest = 2**30 - 1

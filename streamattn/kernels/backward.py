@@ -29,6 +29,7 @@ from streamattn.kernels.launch import (
 from streamattn.kernels.primitives import (
     INSIDE,
     LOG2E,
+    NO_MASK,
     SCAN,
     UNBOUNDED,
     dot_add,
@@ -142,7 +143,7 @@ def attention_bwd_dq_kernel(
     lse_ptr += (b64 * num_heads + h64) * q_len
     lse2_ptr += (b64 * num_heads + h64) * stride_row_stats
     delta_ptr += (b64 * num_heads + h64) * stride_row_stats
-    if MASK_KIND > 0:
+    if MASK_KIND != NO_MASK:
         mask_ptr += b64 * stride_mask_b + h64 * stride_mask_h
 
     i_first = tile_m * BLOCK_M
@@ -183,7 +184,7 @@ def attention_bwd_dq_kernel(
     start = start // BLOCK_N * BLOCK_N
     left_end = start
     full_end = start
-    if MASK_KIND == 0 and not HAS_SEGMENTS:
+    if MASK_KIND == NO_MASK and not HAS_SEGMENTS:
         full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
         if HAS_LEFT:
             left_end = max(start, min(tl.cdiv(full_start, BLOCK_N) * BLOCK_N, stop))
@@ -205,8 +206,8 @@ def attention_bwd_dq_kernel(
         else:
             begin, end = full_end, stop
         if (
-            (phase == 0 and HAS_LEFT and MASK_KIND == 0 and not HAS_SEGMENTS)
-            or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
+            (phase == 0 and HAS_LEFT and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
+            or (phase == INSIDE and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
             or phase == 2
         ):
             for n_start in range(begin, end, BLOCK_N):
@@ -252,7 +253,7 @@ def attention_bwd_dq_kernel(
                         sees = tl.full([BLOCK_M], 1, tl.int32)
                     else:
                         sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
-                if phase != INSIDE and (MASK_KIND > 0 or HAS_SEGMENTS):
+                if phase != INSIDE and (MASK_KIND != NO_MASK or HAS_SEGMENTS):
                     some = (tl.max(seen.to(tl.int32), 0) > 0)[:, None]
                     k = tl.where(some, k, 0.0)
                     v = tl.where(some, v, 0.0)
@@ -390,7 +391,7 @@ def attention_bwd_dkdv_kernel(
     # always does
     first_full = start
     full_end = start
-    if MASK_KIND == 0 and not HAS_SEGMENTS:
+    if MASK_KIND == NO_MASK and not HAS_SEGMENTS:
         full_start, full_stop = q_span_full(n_start, n_start + BLOCK_N - 1, q_len, length, left, right)
         if HAS_RIGHT:
             first_full = max(start, min(tl.cdiv(full_start, BLOCK_M) * BLOCK_M, stop))
@@ -412,7 +413,7 @@ def attention_bwd_dkdv_kernel(
         dout_head_ptr = dout_ptr + b64 * stride_dout_b + h64 * stride_dout_h
         row_offset = (b64 * num_heads + h64) * stride_row_stats
         mask_head_ptr = mask_ptr
-        if MASK_KIND > 0:
+        if MASK_KIND != NO_MASK:
             mask_head_ptr = mask_ptr + b64 * stride_mask_b + h64 * stride_mask_h
         head = b * num_heads + kv_head * group + g
         for phase in tl.static_range(0, 3):  # edge, inside, edge
@@ -423,8 +424,8 @@ def attention_bwd_dkdv_kernel(
             else:
                 begin, end = full_end, stop
             if (
-                (phase == 0 and HAS_RIGHT and MASK_KIND == 0 and not HAS_SEGMENTS)
-                or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
+                (phase == 0 and HAS_RIGHT and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
+                or (phase == INSIDE and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
                 or phase == 2
             ):
                 for m_start in range(begin, end, BLOCK_M):

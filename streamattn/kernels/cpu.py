@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from streamattn.pattern import UNBOUNDED, kv_span, visible
+from streamattn.pattern import UNBOUNDED, hiding_limit, kv_span, visible
 
 BLOCK_M = 256
 
@@ -79,7 +79,7 @@ def _strips(
             if extra.dtype == torch.bool:
                 seen = seen & extra
             else:  # a NaN does not hide, it shows in the result
-                limit = max(torch.finfo(extra.dtype).min / 2, torch.finfo(dtype).min)
+                limit = hiding_limit(torch.finfo(extra.dtype).min, torch.finfo(dtype).min)
                 extra = extra.to(dtype)
                 seen = seen & ~(extra <= limit)
         bias = torch.zeros(seen.shape, dtype=dtype, device=q.device)

@@ -29,9 +29,11 @@ from streamattn.kernels.launch import (
     tile_for,
 )
 from streamattn.kernels.primitives import (
+    BOOL_MASK,
     INSIDE,
     LN2,
     LOG2E,
+    NO_MASK,
     SCAN,
     UNBOUNDED,
     dot_add,
@@ -152,7 +154,7 @@ def attention_fwd_kernel(
 
     # [start, left_end) and [full_end, stop) need the visibility test, [left_end, full_end) is seen by every
     # query
-    if MASK_KIND == 0 and not HAS_SEGMENTS:
+    if MASK_KIND == NO_MASK and not HAS_SEGMENTS:
         full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
         left_end = start
         if HAS_LEFT:
@@ -184,8 +186,8 @@ def attention_fwd_kernel(
         else:
             begin, end = full_end, stop
         if (
-            (phase == 0 and HAS_LEFT and MASK_KIND == 0 and not HAS_SEGMENTS)
-            or (phase == INSIDE and MASK_KIND == 0 and not HAS_SEGMENTS)
+            (phase == 0 and HAS_LEFT and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
+            or (phase == INSIDE and MASK_KIND == NO_MASK and not HAS_SEGMENTS)
             or phase == 2
         ):
             for n_start in range(begin, end, BLOCK_N):
@@ -206,7 +208,7 @@ def attention_fwd_kernel(
                             other=-1,
                         )
                         seen = seen & (own[:, None] == theirs[None, :]) & (own[:, None] >= 0)
-                    if MASK_KIND > 0:
+                    if MASK_KIND != NO_MASK:
                         mask_ptrs = (
                             mask_ptr
                             + (b64 * stride_mask_b + h64 * stride_mask_h)
@@ -214,7 +216,7 @@ def attention_fwd_kernel(
                             + keys.to(tl.int64)[None, :] * stride_mask_n
                         )
                         entry = tl.load(mask_ptrs, mask=row_mask[:, None] & key_mask[None, :], other=0)
-                        if MASK_KIND == 1:
+                        if MASK_KIND == BOOL_MASK:
                             seen = seen & (entry != 0)
                         else:
                             # the interpreter compares bfloat16 by its bits, and hidden_below is a float32
@@ -233,7 +235,7 @@ def attention_fwd_kernel(
                 v = load_rows(
                     v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, phase == INSIDE
                 )
-                if phase != INSIDE and (MASK_KIND > 0 or HAS_SEGMENTS):
+                if phase != INSIDE and (MASK_KIND != NO_MASK or HAS_SEGMENTS):
                     v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
                 acc = acc * rescale[:, None]
                 acc = dot_add(p.to(v.dtype), v, acc, PRECISION)

@@ -42,7 +42,7 @@ from streamattn.kernels.launch import (
 )
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full, schedule
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
-from streamattn.pattern import UNBOUNDED
+from streamattn.pattern import UNBOUNDED, open_sides
 
 # Triton 3.9 gave the copies new names
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -550,10 +550,7 @@ def attention_forward(
     out = heads_last(q, head_dim)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
     views = tuple(View.of(x) for x in (q, k, v, out))
-    # a side that reaches past every key is no limit: it costs no masked tiles
-    window_left, window_right = (
-        UNBOUNDED if side >= q_len + kv_len else side for side in (window_left, window_right)
-    )
+    window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     limited = window_left < UNBOUNDED or window_right < UNBOUNDED
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
     tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors)

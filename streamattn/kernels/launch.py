@@ -17,12 +17,19 @@ import torch
 import triton
 from torch import Tensor
 
-from streamattn.kernels.tiles import Architecture, Pass, Tile, architecture, choose_tile
-from streamattn.pattern import UNBOUNDED, drop_threshold
+from streamattn.kernels.tiles import SCALE_LIMIT, Architecture, Pass, Tile, architecture, choose_tile
+from streamattn.pattern import (
+    ADDITIVE_MASK,
+    BOOL_MASK,
+    NO_MASK,
+    UNBOUNDED,
+    drop_threshold,
+    hiding_limit,
+    open_sides,
+)
 
 GROUP_BYTES = 16 << 20  # of keys and values, or queries and gradients, that share the second-level cache
 BY_LENGTH = ("kv_len", "stride_k_b", "stride_k_h", "stride_v_b", "stride_v_h")  # grow with a cache
-NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 _HERE = contextlib.nullcontext()
 
 
@@ -272,10 +279,7 @@ def call_arguments(
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len, head_dim_v = v.shape[1:]
     threshold = drop_threshold(dropout_p)
-    # a side that reaches past every key is no limit: it costs no masked tiles
-    window_left, window_right = (
-        UNBOUNDED if side >= q_len + kv_len else side for side in (window_left, window_right)
-    )
+    window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     mask_kind, mask_strides, hidden_below = NO_MASK, (0, 0, 0, 0), 0.0
     if attn_mask is not None:
         mask_kind = BOOL_MASK if attn_mask.dtype == torch.bool else ADDITIVE_MASK
@@ -284,7 +288,7 @@ def call_arguments(
             for stride, size in zip(attn_mask.stride(), attn_mask.shape, strict=True)
         )
         if mask_kind == ADDITIVE_MASK:
-            hidden_below = max(torch.finfo(attn_mask.dtype).min / 2, torch.finfo(torch.float32).min)
+            hidden_below = hiding_limit(torch.finfo(attn_mask.dtype).min, torch.finfo(torch.float32).min)
     return dict(
         **strides("q", q),
         **strides("k", k),
@@ -322,9 +326,8 @@ def call_arguments(
         HAS_LENGTHS=kv_lengths is not None,
         HAS_SOFTCAP=softcap > 0.0,
         HAS_DROPOUT=threshold > 0,
-        # the scale is folded into the exponent's argument where nothing stands between it and the product;
-        # not one so small that float32 loses it: 0 * -inf is no -inf
-        FOLD_SCALE=scale > 2.0**-100 and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
+        # the scale is folded into the exponent's argument where nothing stands between it and the product
+        FOLD_SCALE=scale > SCALE_LIMIT and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
         PRECISION=product_precision(q),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -15,6 +15,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(pattern.PHILOX_ROUNDS)
 UNBOUNDED = tl.constexpr(pattern.UNBOUNDED)
+NO_MASK = tl.constexpr(pattern.NO_MASK)
+BOOL_MASK = tl.constexpr(pattern.BOOL_MASK)
 # a program walks its tiles in three phases: an edge, where pairs are tested for visibility, the inside, where
 # all are visible, and the other edge
 INSIDE = tl.constexpr(1)
@@ -195,10 +197,10 @@ def probabilities(
         seen = visible(rows, keys, q_len, length, left, right)
         if HAS_SEGMENTS:
             seen = seen & (own == theirs) & (own >= 0)
-        if MASK_KIND > 0:
+        if MASK_KIND != NO_MASK:
             mask_ptrs = mask_ptr + rows.to(tl.int64) * stride_mask_m + keys.to(tl.int64) * stride_mask_n
             entry = tl.load(mask_ptrs, mask=row_mask & key_mask, other=0)
-            if MASK_KIND == 1:
+            if MASK_KIND == BOOL_MASK:
                 seen = seen & (entry != 0)
             else:
                 # the interpreter compares bfloat16 by its bits, and hidden_below is a float32

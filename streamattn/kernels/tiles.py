@@ -83,6 +83,9 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, de
     return Tile(min(tile.BLOCK_M, 64), min(tile.BLOCK_N, 64), 4 if head_dim <= 128 else 8, 1)
 
 
+SCALE_LIMIT = 2.0**-100
+"""Kernels fold a scale above it into the exponent's argument; a tiny one becomes 0, and 0 * -inf is NaN."""
+
 HOPPER_BLOCK_M = 64
 """Queries of one consumer of the Hopper kernels: the rows of a warpgroup's product."""
 

@@ -1,4 +1,4 @@
-"""The configurations of a model that is patched through the attention interface."""
+"""The configurations of a model that is patched through the attention interface: live views."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from patches import interface, patch_model, patch_report, unpatch_model
-from tests.hf_families import FAMILIES, LENGTH, WINDOW, build, dense_masks, inputs, pair, present, spy_layers
-from tests.hf_models import TOLERANCE, tokens
+from patches import patch_model, patch_report, unpatch_model
+from tests.hf_families import FAMILIES, LENGTH, build, dense_masks, pair, spy_layers
+from tests.hf_models import tokens
 
 pytest.importorskip("transformers.masking_utils", reason="this release makes masks in each model")
 
@@ -108,31 +108,6 @@ def test_copies_of_a_model_keep_their_parts_together() -> None:
     assert kept.some_setting == id(model)
 
 
-@pytest.mark.parametrize("name", present("Mistral", "T5"))
-def test_a_part_that_is_unpatched_gets_masks_that_it_knows(name: str) -> None:
-    model, reference = pair(name)
-    patch_model(model)
-    first, *others = patch_report(model).patched
-    unpatch_model(model.get_submodule(first))
-    assert list(patch_report(model).patched) == others
-    arguments, valid = inputs(name, "left")
-    with torch.no_grad():
-        difference = (model(**arguments).logits - reference(**arguments).logits).abs().amax(-1)
-    assert float((difference if valid is None else difference * valid).max()) < TOLERANCE
-    patch_model(model)
-    assert list(patch_report(model).patched) == [first, *others]
-    assert unpatch_model(model).config._attn_implementation == "eager"
-
-
-def test_printed_it_shows_the_patch() -> None:
-    model, plain = pair("Llama")
-    patch_model(model, filter_fn=lambda module, name: name == FIRST)
-    assert repr(model).count("attention=streamattn") == 1
-    assert repr(patch_model(model)).count("attention=streamattn") == 1  # of two layers that are alike
-    assert repr(model.get_submodule(FIRST)).count("attention=streamattn") == 1
-    assert repr(unpatch_model(model)) == repr(plain)
-
-
 # Weights that the configuration asks for
 
 
@@ -185,27 +160,3 @@ def test_weights_of_layers_that_give_none_are_refused(why: str) -> None:
         patch_model(model).config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match="output_attentions"):
         model.config.output_attentions = True
-
-
-@pytest.mark.parametrize("kind", ["GptOss", "GraniteSWA", "GraniteMoeSWA"])
-def test_weights_beside_sinks(kind: str) -> None:
-    """Granite's are those before the sinks scale the output, gpt-oss's leave the sink's share out."""
-    if not hasattr(transformers, f"{kind}Config"):
-        pytest.skip("this release has no such model")
-    options = {**FAMILIES["gpt-oss"].options, "sliding_window": WINDOW}
-    config = getattr(transformers, f"{kind}Config")(**options)
-    cls = getattr(transformers, f"{kind}ForCausalLM")
-    reference, model = (cls._from_config(config, attn_implementation="eager").eval() for _ in range(2))
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if "sinks" in name:
-                parameter.normal_(std=2.0)
-            parameter.nan_to_num_()
-    model.load_state_dict(reference.state_dict())
-    found = patch_model(model)(tokens(2, LENGTH), output_attentions=True)
-    expected = reference(tokens(2, LENGTH), output_attentions=True)
-    assert same_weights(found, expected)
-    assert float((found.logits - expected.logits).abs().max()) < TOLERANCE
-    share = 1 - found.attentions[0].sum(-1)
-    assert float(share.abs().max()) < 1e-5 or kind == "GptOss"
-    assert interface._sinks_scale_the_output(model.get_submodule(FIRST)) is (kind != "GptOss")
