@@ -165,9 +165,9 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
             if type(module).__name__.endswith("Attention"):
                 ran["patched" if is_patched(module) else module.config._attn_implementation] += 1
 
-        def count_op(*args: Any) -> Any:
+        def count_op(*args: Any, **kwargs: Any) -> Any:
             ran["ops"] += 1
-            return forward(*args)
+            return forward(*args, **kwargs)
 
         monkeypatch.setattr(PreTrainedModel, "post_init", patch_at_the_end)
         if against_eager or partly:
