@@ -165,6 +165,19 @@ class Result:
         return self.tensors[name]
 
 
+def hidden_by_minimum(dtype: torch.dtype, lowest: str) -> Inputs:
+    """5 queries on 40 keys under an additive mask whose "min", "half" of it, or "inf" hides.
+
+    Query 1 sees nothing, and no query key 7.
+    """
+    inputs = Case(q_len=5, kv_len=40).build()
+    minimum = torch.finfo(dtype).min
+    mask = torch.randn(5, 40).to(dtype)
+    mask[0, 3:] = mask[1] = mask[:, 7] = {"min": minimum, "half": minimum / 2, "inf": -torch.inf}[lowest]
+    inputs.options["attn_mask"] = mask
+    return inputs
+
+
 def lay_out(
     batch: int,
     sizes: dict[str, tuple[int, int, int]],

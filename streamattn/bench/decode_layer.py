@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import inspect
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import nn
 
 from patches import patch_model
 from patches.hf import CACHE_NAMES
+from streamattn.bench import results
 from streamattn.functional import attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -238,10 +238,7 @@ def main(argv: list[str] | None = None) -> None:
                     difference_us=difference,
                 )
             )
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    results.write(options.csv, rows)
     Console(width=110).print(table)
 
 

@@ -10,10 +10,9 @@ key forward, and 2.5 times that backward. Left out on purpose: whole models, CPU
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from streamattn.bench import results
 from streamattn.functional import attention
 from streamattn.pattern import UNBOUNDED, count_pairs
 
@@ -185,10 +185,7 @@ def main(argv: list[str] | None = None) -> None:
                         str(head_dim), mask, str(seq_len), row.provider, *speed, ratio, f"{row.peak_mib:.0f}"
                     )
                 rows += case
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    results.write(options.csv, rows)
     Console(width=110).print(table)
 
 

@@ -110,7 +110,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
     """The common tests with every model of a family patched.
 
     Attributes:
-        library: package of `transformers.models`.
+        package: name of one in `transformers.models`.
         prefix: of the family's class names.
         overrides: settings of the tiny configuration.
         reads_name: tests that compare the name of the model's implementation with the one that they gave it.
@@ -119,19 +119,19 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
     """
 
     test_can_init_all_missing_weights_before_2023 = True  # by default left out for families of that age
-    library: str
+    package: str
     prefix: str
     overrides: Mapping[str, Any] = MappingProxyType({})
     reads_name: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        library = importlib.import_module(f"transformers.models.{cls.library}")
+        package = importlib.import_module(f"transformers.models.{cls.package}")
         heads = ("Model", "LMHeadModel", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
         names = [f"{cls.prefix}{head}" for head in (*heads, "ForQuestionAnswering")]
-        cls.all_model_classes = tuple(getattr(library, name) for name in names if hasattr(library, name))
-        cls.base = getattr(library, f"{cls.prefix}PreTrainedModel")
-        cls.config_class = getattr(library, f"{cls.prefix}Config")
+        cls.all_model_classes = tuple(getattr(package, name) for name in names if hasattr(package, name))
+        cls.base = getattr(package, f"{cls.prefix}PreTrainedModel")
+        cls.config_class = getattr(package, f"{cls.prefix}Config")
         for test in (WEIGHTS_ON_THE_WAY, *cls.reads_name):
             setattr(cls, test + AS_SHIPPED, getattr(common.ModelTesterMixin, test))
 
@@ -193,20 +193,20 @@ _WIDE = MappingProxyType({**_GROUPED, "head_dim": 16})
 
 
 class TestGPT2(Patched, unittest.TestCase):
-    library, prefix = "gpt2", "GPT2"
+    package, prefix = "gpt2", "GPT2"
 
 
 class TestOlmo2(Patched, unittest.TestCase):
-    library, prefix, overrides = "olmo2", "Olmo2", _GROUPED
+    package, prefix, overrides = "olmo2", "Olmo2", _GROUPED
 
 
 class TestLlama(Patched, unittest.TestCase):
-    library, prefix, overrides, reads_name = "llama", "Llama", _GROUPED, _READ_NAME
+    package, prefix, overrides, reads_name = "llama", "Llama", _GROUPED, _READ_NAME
 
 
 class TestQwen3(Patched, unittest.TestCase):
-    library, prefix, overrides, reads_name = "qwen3", "Qwen3", _WIDE, _READ_NAME
+    package, prefix, overrides, reads_name = "qwen3", "Qwen3", _WIDE, _READ_NAME
 
 
 class TestGemma2(Patched, unittest.TestCase):
-    library, prefix, overrides, reads_name = "gemma2", "Gemma2", _WIDE, _READ_NAME
+    package, prefix, overrides, reads_name = "gemma2", "Gemma2", _WIDE, _READ_NAME

@@ -9,7 +9,7 @@ import torch
 
 from streamattn import attention
 from streamattn.pattern import UNBOUNDED
-from tests.cases import MASKS, Case, Inputs, Result, expected, judge, keep_of, run
+from tests.cases import MASKS, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of, run
 from tests.kernels.test_forward import LIMITED, OPTIONS, case_of, limited, visible_tiles
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
@@ -166,12 +166,9 @@ def test_values_that_memory_does_not_hold_are_made_first():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("lowest", ["min", "half", "inf"])
 def test_an_additive_mask_of_any_dtype_hides_by_its_own_minimum(dtype, lowest):
-    inputs = Case(q_len=5, kv_len=40).build()
-    minimum = torch.finfo(dtype).min
-    mask = torch.randn(5, 40).to(dtype)
-    mask[0, 3:] = mask[1] = mask[:, 7] = {"min": minimum, "half": minimum / 2, "inf": -torch.inf}[lowest]
+    inputs = hidden_by_minimum(dtype, lowest)
     # the interpreter reads bfloat16 as it is, but cuts off where it should round
-    inputs.options["attn_mask"] = mask.requires_grad_(dtype != torch.bfloat16)
+    inputs.options["attn_mask"].requires_grad_(dtype != torch.bfloat16)
     want = expected(inputs)
     with torch.no_grad():
         inputs.k[:, :, 7] = inputs.v[:, :, 7] = torch.nan

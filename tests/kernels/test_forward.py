@@ -9,7 +9,7 @@ import torch
 
 from streamattn import attention
 from streamattn.pattern import UNBOUNDED
-from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, keep_of
+from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 
@@ -212,11 +212,7 @@ def test_a_scale_that_float32_loses_makes_the_mean_of_what_is_seen(scale):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("lowest", ["min", "half", "inf"])
 def test_an_additive_mask_of_any_dtype_hides_by_its_own_minimum(dtype, lowest):
-    inputs = Case(q_len=5, kv_len=40).build()
-    minimum = torch.finfo(dtype).min
-    mask = torch.randn(5, 40).to(dtype)
-    mask[0, 3:] = mask[1] = mask[:, 7] = {"min": minimum, "half": minimum / 2, "inf": -torch.inf}[lowest]
-    inputs.options["attn_mask"] = mask
+    inputs = hidden_by_minimum(dtype, lowest)
     want = wanted(inputs)
     with torch.no_grad():
         inputs.k[:, :, 7] = inputs.v[:, :, 7] = torch.nan
