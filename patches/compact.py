@@ -160,15 +160,15 @@ def document_starts(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Where documents packed into a row start: at a token whose position is not past the last token's.
 
     Args:
-        positions: [B, T].
+        positions: [B, T], or [1, T] for all rows of `mask`.
         mask: [B, T], non-zero = a token, whose position alone counts; None if all are.
 
     Returns:
-        bool [B, T - 1], for the second and later places.
+        bool [B, T - 1], for the second and later places; without a mask as many rows as `positions`.
     """
     if mask is None:
         return positions.diff(dim=-1) <= 0
-    tokens = mask.bool()
+    tokens, positions = mask.bool(), positions.expand(mask.shape[0], -1)
     places = torch.arange(tokens.shape[1], device=tokens.device)
     before = torch.where(tokens, places, -1).cummax(dim=1).values[:, :-1]  # the last token's place
     past = positions[:, 1:] > positions.gather(1, before.clamp(min=0))

@@ -342,8 +342,12 @@ def keep_documents_apart(
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if model.config._attn_implementation != NAME or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == positions.shape):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return None
+    if mask is not None and (
+        mask.shape[1] != positions.shape[1] or positions.shape[0] not in (1, mask.shape[0])
+    ):
+        return None  # of a cache's tokens, or of virtual ones, too
     cache = hf.cache_of(given)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is not None and (hf.has_static_layer(cache) or cache.get_seq_length() != 0):

@@ -447,6 +447,7 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
         reason = _why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
         if reason is not None:
             raise ValueError(f"resume: {named!r} is not a complete checkpoint ({reason})")
+        named = os.path.realpath(named)  # a way through output_dir ends when that is moved
         if restarted or output.resolve() in Path(named).resolve().parents:
             return named
     elif job.resume or restarted:

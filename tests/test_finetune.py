@@ -456,9 +456,9 @@ def test_a_finished_run_is_moved_aside(
     assert f"moved the finished run in {output} to {output}.1\n" in capsys.readouterr().out
     assert contents(tmp_path / "out.1") == before
     assert losses(output).keys() == {1}
-    # Without checkpoints, and from a checkpoint elsewhere.
+    # Without checkpoints, and from a checkpoint elsewhere, by a way through the folder that moves.
     second = contents(output)
-    elsewhere = str(tmp_path / "out.1" / "checkpoint-16")
+    elsewhere = str(output / ".." / "out.1" / "checkpoint-16")
     assert finetune.main([str(job), "--resume", elsewhere, "--max_steps", "17"]) == 0
     assert f"moved the finished run in {output} to {output}.2\n" in capsys.readouterr().out
     assert contents(tmp_path / "out.2") == second

@@ -70,6 +70,17 @@ def test_documents_stay_apart_beside_padding(models: tuple[Any, Any], wrapped: A
         assert not torch.equal(got[0, :4], moved[0, :4]), hidden
 
 
+@pytest.mark.parametrize("wrapped", [lambda model: model, in_a_graph], ids=["eager", "compiled"])
+def test_one_row_of_positions_serves_all_rows(models: tuple[Any, Any], wrapped: Any) -> None:
+    patched, model = models
+    ids = hf_models.tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    call = {"attention_mask": mask, "position_ids": torch.arange(9)[None], "use_cache": False}
+    got, want = wrapped(patched)(ids, **call).logits, model(ids, **call).logits
+    assert hf_models.error_where(mask, got, want) < hf_models.TOLERANCE
+
+
 def test_a_mask_shorter_than_the_keys_hides_the_rest(models: tuple[Any, Any]) -> None:
     """Whether it is all ones or not."""
     patched, model = models
