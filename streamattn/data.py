@@ -17,12 +17,14 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import constants, get_session, utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -90,12 +92,49 @@ def read_documents(source: str | None, leave_out: Path | None = None) -> tuple[I
         return _folder(path, leave_out)
     if path.exists():
         return _single_file(path)
-    looks_like_path = (
-        source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in (".txt", ".md")
-    )
-    if looks_like_path:
+    if _is_path(source):
         raise ValueError(f"data: no file or folder {source!r} (seen from {Path.cwd()})")
     return _data_set(source)
+
+
+def _is_path(name: str) -> bool:
+    """Whether ``name`` is that of a file or folder, even of one that isn't there, and none of the hub's."""
+    path = Path(name).expanduser()
+    return (
+        path.exists()
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or path.suffix in (".txt", ".md")
+    )
+
+
+@contextmanager
+def hub_or_cache(*names: str | None) -> Iterator[None]:
+    """Where the hub doesn't answer, let its client look into its cache only, as with ``HF_HUB_OFFLINE=1``.
+
+    By itself the client asks six times for each file, with a warning each time, for more than 20 s.
+
+    Args:
+        names: models, tokenizers and data sets; without one that may lie on the hub, it isn't asked.
+    """
+    remote = [name for name in names if name is not None and not _is_path(name)]
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        if remote and not offline:
+            try:
+                get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            except Exception:  # the errors of an HTTP library that changes with the client's major version
+                _set_offline(True)
+        yield
+    finally:
+        if offline != constants.HF_HUB_OFFLINE:
+            _set_offline(offline)
+
+
+def _set_offline(offline: bool) -> None:
+    constants.HF_HUB_OFFLINE = offline
+    # Before release 1 a session keeps to what was set when it was made.
+    getattr(utils, "reset_sessions", lambda: None)()
 
 
 def _standard_library() -> tuple[list[str], list[str]]:
@@ -177,6 +216,8 @@ def _data_set(name: str) -> tuple[Iterable[str], Iterable[str]]:
     # anything from a missing name to no network; the reader needs the reason, not the stack
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, ConnectionError):
+            reason = "the hub can't be reached, and its cache here doesn't hold it"
         raise ValueError(
             f"data: {name!r} is neither a file or folder here nor a data set that could be loaded ({reason})"
         ) from error

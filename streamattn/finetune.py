@@ -5,8 +5,9 @@
 checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text, and
 this file builds the trainer, finds the checkpoint to go on from, and reports.
 
-A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training.
-No run overwrites another: an unfinished one goes on or is left alone, a finished one is moved aside.
+A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
+and leaves ``output_dir`` as it was. No run overwrites another: an unfinished one goes on or is left alone, a
+finished one is moved aside when the first step comes next.
 
 Left out on purpose: a training loop, and parallelism beyond DDP.
 """
@@ -20,9 +21,8 @@ import resource
 import sys
 import textwrap
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,27 +45,44 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from patches import patch_model, patch_report
-from streamattn.data import TokenBlocks, pack, read_blocks, read_documents, train_tokenizer, write_blocks
+from streamattn.data import (
+    TokenBlocks,
+    hub_or_cache,
+    pack,
+    read_blocks,
+    read_documents,
+    train_tokenizer,
+    write_blocks,
+)
 from streamattn.job import (
     Job,
+    RecordWorldSize,
     check_batches,
     check_causal,
     check_launch,
+    check_movable,
+    drop_prepared,
+    holds_run,
     job_keys,
+    last_checkpoint,
     last_step,
     load_shape,
-    move_aside,
+    make_prepared,
     read_job,
+    restarts,
+    take_output_dir,
     trainer_state,
+    why_incomplete,
 )
 
 COMPARED_TOKENS = 512
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
 LONGEST_MESSAGE = 600
+SECONDS_TO_SPEAK = 15.0  # and to exit: some seconds where processes share few cores
 
 
 class Refused(ValueError):
@@ -104,11 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = read_job(arguments)
             if check_launch(job, os.environ):
                 _join_process_group(job)
-            trainer, checkpoint = build_trainer(job)
+            with hub_or_cache(job.model, job.tokenizer, job.data):
+                trainer, checkpoint = build_trainer(job)
         except (ValueError, OSError) as error:
             raise Refused(_one_line(error)) from error
         train(trainer, checkpoint)
     except Refused as error:
+        _let_the_first_speak()
         print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
         status = 2
     except Finished as note:
@@ -116,8 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(note)
     except KeyboardInterrupt:
         if speaks:
-            print(f"streamattn finetune: interrupted; {_way_on(job)}", file=sys.stderr)
+            print(f"streamattn finetune: interrupted; {_way_on(job, trainer)}", file=sys.stderr)
         status = 130
+    finally:
+        if job is not None:
+            drop_prepared(job)
     # DDP's reducer must not be the last to hold the process group: it would keep the GIL while it waits for
     # Gloo's thread, which may wait for the GIL.
     del trainer
@@ -139,9 +160,7 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     """
     with _refusing("transformers.TrainingArguments"):
         arguments = TrainingArguments(**job.training)
-    # One process may move an earlier run aside: only then do the others look.
-    with arguments.main_process_first(local=arguments.save_on_each_node, desc="looking for earlier runs"):
-        checkpoint = _checkpoint_to_resume(job, arguments)
+    checkpoint, starts = _checkpoint_to_resume(job, arguments)
     set_seed(arguments.seed)
     if job.model is not None:
         config = _from_pretrained(AutoConfig, "model", job.model)
@@ -150,7 +169,8 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     if checkpoint is not None:
         _check_same_shape(checkpoint, config)
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
-        tokenizer, train_blocks, held_out = _prepare_text(job, arguments, config, checkpoint)
+        text = _prepare_text(job, arguments, config, checkpoint, job.prepared if starts else job.output_dir)
+        tokenizer, train_blocks, held_out = text
     if job.model is not None:
         # Training keeps float32 weights, whatever the file holds; bf16: true computes in bfloat16 from them.
         model = _from_pretrained(AutoModelForCausalLM, "model", job.model, config=config).float()
@@ -182,8 +202,10 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
             eval_dataset=held_out,
             processing_class=tokenizer,
             data_collator=default_data_collator,
-            callbacks=[_RecordWorldSize(arguments.world_size)],
+            callbacks=[RecordWorldSize(arguments.world_size)],
         )
+    # Before all others: TensorBoard's would write into a folder that is about to move.
+    trainer.callback_handler.callbacks.insert(0, _Begun(job if starts else None, console))
     trainer.remove_callback(PrinterCallback if arguments.disable_tqdm else ProgressCallback)
     trainer.add_callback(_Losses() if arguments.disable_tqdm else _LossesAndBar())
     return trainer, checkpoint
@@ -228,16 +250,18 @@ def _join_process_group(job: Job) -> None:
 
 
 def _prepare_text(
-    job: Job, arguments: TrainingArguments, config: PretrainedConfig, checkpoint: str | None
+    job: Job, arguments: TrainingArguments, config: PretrainedConfig, checkpoint: str | None, folder: Path
 ) -> tuple[PreTrainedTokenizerBase, TokenBlocks, TokenBlocks]:
-    """Tokenizer, training and held-out blocks: made by a fresh run's main process, read back by others."""
+    """Tokenizer, training and held-out blocks, in ``folder``.
+
+    Made by the main process of a run that starts, read back by the others and by a run that goes on.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     seq_len = job.seq_len or longest
     if seq_len is None:
         raise ValueError(f"seq_len: expected a number, for {type(config).__name__} names no longest sequence")
     if longest is not None and seq_len > longest:
         raise ValueError(f"seq_len: expected at most the model's {longest} positions, got {seq_len}")
-    folder = job.output_dir
     vocab_size, pretrained = getattr(config, "vocab_size", None), job.tokenizer or job.model
     if vocab_size is None:
         raise ValueError(f"expected a causal language model, {type(config).__name__} has no vocab_size")
@@ -249,7 +273,7 @@ def _prepare_text(
             f"the main process left no text in {folder / 'blocks'}: see its message, or put output_dir on a "
             "file system that all nodes share"
         )
-    texts, held_out_texts = read_documents(job.data, leave_out=folder) if blocks is None else ([], [])
+    texts, held_out_texts = read_documents(job.data, leave_out=job.output_dir) if blocks is None else ([], [])
 
     if pretrained is not None:
         tokenizer = _from_pretrained(AutoTokenizer, "tokenizer", pretrained)
@@ -340,12 +364,19 @@ class _LossesAndBar(_Losses, ProgressCallback):
 
 
 class _Begun(TrainerCallback):
-    """Knows whether everything is set up and the first step comes next; stops a run that has none left.
+    """Knows whether everything is set up and the first step comes next; only then makes room for the run.
 
-    Trainer would do one step more.
+    It stops a run that has no step left, of which Trainer would do one more.
+
+    Args:
+        job: of a run that starts in its ``output_dir``; None for one that goes on there.
+        console: where to say what was moved.
     """
 
     yes = False
+
+    def __init__(self, job: Job | None, console: Console) -> None:
+        self.job, self.console = job, console
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > state.max_steps:
@@ -353,67 +384,39 @@ class _Begun(TrainerCallback):
                 f"resume: the checkpoint is at step {state.global_step} but this job ends at step "
                 f"{state.max_steps}; pass a larger max_steps or num_train_epochs"
             )
+        if self.job is not None and not self.yes:  # auto_find_batch_size begins again
+            # Each process has opened its blocks by now, for DDP was set up by all of them together.
+            with (
+                args.main_process_first(local=args.save_on_each_node, desc="taking the output folder"),
+                _refusing("output_dir"),
+            ):
+                if args.should_save and (aside := take_output_dir(self.job)) is not None:
+                    note = f"moved the finished run in {self.job.output_dir} to {aside}"
+                    self.console.print(note, markup=False, soft_wrap=True)
         if state.global_step == state.max_steps:
             raise Finished(args.output_dir, state.global_step)
         self.yes = True
 
 
-class _RecordWorldSize(TrainerCallback, ExportableState):
-    """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"world_size": self.world_size}, "attributes": {}}
+def _has_begun(trainer: Trainer) -> _Begun:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, _Begun))
 
 
-def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest complete checkpoint in ``output_dir``, and the incomplete ones with what is wrong with each.
-
-    A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
-    """
-    folders = sorted(f for f in output_dir.glob("checkpoint-*") if f.is_dir())
-    broken = {folder: reason for folder in folders if (reason := _why_incomplete(folder)) is not None}
-    # By time, not by step: an earlier and longer run may have left higher numbers here.
-    complete = [folder for folder in folders if folder not in broken]
-    return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
-
-
-def _why_incomplete(checkpoint: Path) -> str | None:
-    """What is missing or cut off in a checkpoint; None if it is complete."""
-    try:
-        # Rank 0 writes this file last.
-        state = trainer_state(checkpoint)
-        recorded = state["stateful_callbacks"].get(_RecordWorldSize.__name__, {})
-        world_size = int(recorded.get("args", {}).get("world_size", 1))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return "no readable trainer_state.json"
-    ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
-    weights = list(checkpoint.glob("*.safetensors"))
-    if not weights:
-        return "no *.safetensors"
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt"):  # compares the header with the file's length
-                pass
-        except (SafetensorError, OSError):
-            return f"{file.name} is cut off"
-    # torch.save writes a zip, whose directory stands at its end.
-    for name in ("optimizer.pt", "scheduler.pt", *ranks):
-        if not (checkpoint / name).exists():
-            return f"no {name}"
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"{name} is cut off"
-    return None
-
-
-def _way_on(job: Job | None) -> str:
+def _way_on(job: Job | None, trainer: Trainer | None) -> str:
     """What to do after Ctrl-C."""
-    found = None if job is None else last_checkpoint(job.output_dir)[0]
+    if job is None or trainer is None or not _has_begun(trainer).yes:
+        return "no step was trained, so give the same command again"  # a checkpoint may be an earlier run's
+    found, _ = last_checkpoint(job.output_dir)
     if found is None:
         return "there is no checkpoint yet, so start again"
     return f"go on from {found} with --resume"
+
+
+def _let_the_first_speak() -> None:
+    """Wait: if the first process of this host refuses the job too, torchrun ends this one meanwhile."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        with suppress(KeyboardInterrupt):
+            time.sleep(SECONDS_TO_SPEAK)
 
 
 def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
@@ -427,15 +430,18 @@ def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
             )
 
 
-def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
-    """The checkpoint that this run goes on from; None at a fresh start.
+def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> tuple[str | None, bool]:
+    """The checkpoint to go on from, None at a fresh start; and whether the run starts in ``output_dir``.
+
+    Into another ``output_dir`` it may start from a checkpoint.
 
     Raises:
-        ValueError: the named checkpoint isn't complete, or a fresh start would bury an unfinished run.
+        ValueError: the named checkpoint isn't complete, or a start would bury an unfinished run.
         Finished: the run to go on with ended, and left no checkpoint from which it could be prolonged.
     """
     output = job.output_dir
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun --max-restarts
+    # Where the text still waits, the try before this one didn't begin: an earlier run lies there.
+    restarted = restarts() > 0 and not job.prepared.exists()
     named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
     found, broken = last_checkpoint(output)
     state = None if found is None else trainer_state(found)
@@ -444,12 +450,12 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
     ended = last is not None and (state is None or last > state["global_step"])
     console = Console(quiet=arguments.process_index != 0)
     if named is not None:
-        reason = _why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
+        reason = why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
         if reason is not None:
             raise ValueError(f"resume: {named!r} is not a complete checkpoint ({reason})")
         named = os.path.realpath(named)  # a way through output_dir ends when that is moved
         if restarted or output.resolve() in Path(named).resolve().parents:
-            return named
+            return named, False
     elif job.resume or restarted:
         for folder, reason in broken.items():
             console.print(f"skipping {folder}: {reason}", markup=False, soft_wrap=True)
@@ -458,21 +464,17 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> str | None:
         note = f"resuming from {found}" if found else f"no complete checkpoint in {output}: starting afresh"
         console.print(note, markup=False, soft_wrap=True)
         if found is not None:
-            return str(found)
-    # From here on it is a start into output_dir, afresh or from another run's checkpoint.
+            return str(found), False
+    if arguments.should_save:
+        make_prepared(job)
     if state is not None and not ended and state["global_step"] < state["max_steps"]:
         raise ValueError(
             f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
             "go on with --resume, or start afresh with another --output_dir"
         )
-    if found is not None or (output / "trainer_state.json").exists() or any(output.glob("*.safetensors")):
-        if not arguments.should_save:
-            raise ValueError(
-                f"{output} holds a finished run that the main process didn't move; see its message"
-            )
-        note = f"moved the finished run in {output} to {move_aside(job)}"
-        console.print(note, markup=False, soft_wrap=True)
-    return named
+    if holds_run(output):
+        check_movable(job)
+    return named, True
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
@@ -488,10 +490,8 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     if checkpoint is not None:
         state = trainer_state(Path(checkpoint))
         first_step, first_logged = state["global_step"], len(state["log_history"])
-    begun = _Begun()
-    trainer.add_callback(begun)
     try:
-        with _refusing("transformers.Trainer", begun):
+        with _refusing("transformers.Trainer", _has_begun(trainer)):
             result = trainer.train(resume_from_checkpoint=checkpoint)
     except Finished:
         if last_step(Path(arguments.output_dir or "")) == trainer.state.global_step:

@@ -17,11 +17,13 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import sys
 import time
 import types
 import typing
+import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +31,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, PretrainedConfig, TrainingArguments
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.trainer_callback import ExportableState
 
 MASTER_TIMEOUT = timedelta(seconds=60)
 
@@ -111,6 +115,14 @@ class Job:
     def output_dir(self) -> Path:
         """Where checkpoints, the model, and the packed text go."""
         return Path(self.training["output_dir"])
+
+    @property
+    def prepared(self) -> Path:
+        """Where a new run's tokenizer and text wait until it begins: until then an earlier one may lie there.
+
+        While the folder is there, the run that was to start has not begun.
+        """
+        return self.output_dir.resolve() / ".prepared"
 
     def __post_init__(self) -> None:
         for key in ("model", "shape", "tokenizer", "data"):
@@ -386,6 +398,57 @@ def trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+class RecordWorldSize(TrainerCallback, ExportableState):
+    """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer saves under this class's name."""
+        return {"args": {"world_size": self.world_size}, "attributes": {}}
+
+
+def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest complete checkpoint in ``output_dir``, and the incomplete ones with what is wrong with each.
+
+    A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
+    """
+    folders = sorted(f for f in output_dir.glob("checkpoint-*") if f.is_dir())
+    broken = {folder: reason for folder in folders if (reason := why_incomplete(folder)) is not None}
+    # By time, not by step: an earlier and longer run may have left higher numbers here.
+    complete = [folder for folder in folders if folder not in broken]
+    return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What is missing or cut off in a checkpoint; None if it is complete."""
+    try:
+        # Rank 0 writes this file last.
+        state = trainer_state(checkpoint)
+        recorded = state["stateful_callbacks"].get(RecordWorldSize.__name__, {})
+        world_size = int(recorded.get("args", {}).get("world_size", 1))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return "no readable trainer_state.json"
+    ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
+    weights = list(checkpoint.glob("*.safetensors"))
+    if not weights:
+        return "no *.safetensors"
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):  # compares the header with the file's length
+                pass
+        except (SafetensorError, OSError):
+            return f"{file.name} is cut off"
+    # torch.save writes a zip, whose directory stands at its end.
+    for name in ("optimizer.pt", "scheduler.pt", *ranks):
+        if not (checkpoint / name).exists():
+            return f"no {name}"
+        if not zipfile.is_zipfile(checkpoint / name):
+            return f"{name} is cut off"
+    return None
+
+
 def last_step(output_dir: Path) -> int | None:
     """The step at which the run in ``output_dir`` ended; None if none did."""
     try:
@@ -394,27 +457,74 @@ def last_step(output_dir: Path) -> int | None:
         return None
 
 
-def move_aside(job: Job) -> Path:
-    """Rename ``job.output_dir`` to the next free ``<output_dir>.1``, ``<output_dir>.2``, ...
+def holds_run(output_dir: Path) -> bool:
+    """Whether a run left a complete checkpoint or a model there."""
+    ended = (output_dir / "trainer_state.json").exists() or any(output_dir.glob("*.safetensors"))
+    return ended or last_checkpoint(output_dir)[0] is not None
 
-    Returns:
-        The new path.
 
-    Raises:
-        ValueError: the job needs something that lies in there.
-        OSError: it can't be renamed, for instance a mount point.
-    """
-    folder = Path(os.path.abspath(job.output_dir))
+def check_movable(job: Job) -> None:
+    """Raise ValueError if the run in ``job.output_dir`` can't be moved aside, or the job needs it there."""
+    folder = job.output_dir.resolve()
+    if os.path.ismount(folder):
+        raise ValueError(
+            f"output_dir: {folder} holds a finished run, but can't be moved aside, for it is a mount point; "
+            "pass another --output_dir"
+        )
     for needed in filter(None, (Path.cwd(), job.config, job.model, job.shape, job.tokenizer, job.data)):
         path = Path(needed).resolve()
-        if path.exists() and folder.resolve() in (path, *path.parents):
+        if path.exists() and folder in (path, *path.parents):
             raise ValueError(
                 f"output_dir: {folder} holds a finished run, which would be moved aside, but also {path}, "
                 "which this job needs there; pass another --output_dir"
             )
-    names = (f"{folder.name}.{number}" for number in itertools.count(1))
-    aside = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
-    return folder.rename(aside)
+
+
+def restarts() -> int:
+    """How often torchrun --max-restarts has started this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def make_prepared(job: Job) -> None:
+    """Make `Job.prepared`, or empty it; the folder itself stays, for others may be looking for it."""
+    job.prepared.mkdir(parents=True, exist_ok=True)
+    for part in job.prepared.iterdir():
+        shutil.rmtree(part)
+
+
+def drop_prepared(job: Job) -> None:
+    """Remove what the main process prepared for a run that did not begin, unless torchrun tries once more."""
+    rank = "LOCAL_RANK" if job.training.get("save_on_each_node") else "RANK"
+    tries_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restarts()
+    if os.environ.get(rank, "0") == "0" and tries_left <= 0:
+        shutil.rmtree(job.prepared, ignore_errors=True)  # what stays is replaced by the next run
+
+
+def take_output_dir(job: Job) -> Path | None:
+    """Give ``job.output_dir`` to the run that now begins: an earlier one moves out, `Job.prepared` moves in.
+
+    The earlier run's folder is renamed to the next free ``<output_dir>.1``, ``<output_dir>.2``, ... A link's
+    target is, so that its files stay on their disk and the link leads to the new run.
+
+    Returns:
+        The earlier run's new path; None if there was none.
+
+    Raises:
+        OSError: it can't be renamed.
+    """
+    folder, prepared, aside = job.output_dir.resolve(), job.prepared, None
+    if holds_run(folder):
+        names = (f"{folder.name}.{number}" for number in itertools.count(1))
+        aside = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
+        folder.rename(aside)
+        prepared = aside / prepared.name
+        folder.mkdir()
+    for part in prepared.iterdir():
+        # A run that was killed before its first checkpoint left one, too.
+        shutil.rmtree(folder / part.name, ignore_errors=True)
+        part.rename(folder / part.name)
+    prepared.rmdir()
+    return aside
 
 
 def check_launch(job: Job, environment: Mapping[str, str]) -> bool:

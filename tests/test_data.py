@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from streamattn.data import (
     END_OF_TEXT,
     TokenBlocks,
+    hub_or_cache,
     pack,
     read_blocks,
     read_documents,
@@ -160,14 +164,62 @@ def test_a_data_set_gives_its_text_column_and_its_own_split(
         read_documents("owner/name")
 
 
-def test_an_absent_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (RuntimeError("no such configuration\nand a second line"), "no such configuration"),
+        (ConnectionError("OfflineModeIsOn"), "the hub can't be reached, and its cache here doesn't hold it"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_an_absent_data_set_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, reason: str
+) -> None:
     def fail(path: str, configuration: str | None) -> object:
-        raise ConnectionError("can't reach the hub\nand a second line")
+        raise failure
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError, match=r"neither a file or folder .*can't reach the hub\)") as error:
+    with pytest.raises(ValueError, match=rf"neither a file or folder .*\({reason}\)") as error:
         read_documents("owner/name")
     assert "\n" not in str(error.value)
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers, if only that there is no such thing."""
+
+    asked = 0
+
+    def do_HEAD(self) -> None:
+        type(self).asked += 1
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_only_the_cache_is_asked_where_no_hub_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(_Hub, "asked", 0)
+    (tmp_path / "text").mkdir()
+    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        with hub_or_cache(None, str(tmp_path / "text"), "./missing", "a/b/c", "missing.txt"):
+            assert (constants.HF_HUB_OFFLINE, _Hub.asked) == (False, 0)
+        with hub_or_cache(None, "owner/name"):
+            assert (constants.HF_HUB_OFFLINE, _Hub.asked) == (False, 1)
+        server.shutdown()
+    with hub_or_cache("text"):
+        assert constants.HF_HUB_OFFLINE
+    with pytest.raises(KeyError), hub_or_cache("text"):
+        raise KeyError
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with hub_or_cache("text"):
+        assert constants.HF_HUB_OFFLINE
+    assert constants.HF_HUB_OFFLINE
 
 
 def test_packing_keeps_every_token_in_order(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
+import socket
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -172,7 +175,7 @@ def test_data_around_the_output_dir(tmp_path: Path) -> None:
     for name in ("out", "out.3"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("NEEDLE\n" * 500, encoding="utf-8")
-    finetune.build_trainer(read_job([str(write_job(tmp_path, data=str(tmp_path)))]))
+    assert finetune.main([str(write_job(tmp_path, data=str(tmp_path), max_steps=1))]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     blocks = finetune.read_blocks(tmp_path / "out" / "blocks", {})
     assert blocks is not None
@@ -321,6 +324,33 @@ def test_rank_without_world_size(
     assert "torchrun --nproc-per-node N -m streamattn.finetune" in line
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_only_one_of_several_processes_has_to_say_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Later, for where all have the same to say, torchrun ends this one when the first has spoken."""
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    words = [str(write_job(tmp_path)), "--sed", "1"]
+    environments = {
+        0: [{}, {"LOCAL_RANK": "1"}, {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}],
+        1: [{"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}],
+    }
+    for count, several in environments.items():
+        for environment in several:
+            with monkeypatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                assert "the nearest is 'seed'" in refused(capsys, *words)
+            assert waits == [finetune.SECONDS_TO_SPEAK] * count
+
+
 def test_no_arguments_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune.main([]) == 2
     assert finetune.main(["--help"]) == 0
@@ -404,7 +434,7 @@ def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Pa
     assert damage("trainer_state.json", 0.9) == "no readable trainer_state.json"
     sound = json.loads((undisturbed / "out" / "checkpoint-24" / "trainer_state.json").read_text())
     wrong = [{"global_step": "24"}, {"max_steps": None}, {"log_history": {}}, {"stateful_callbacks": []}]
-    wrong += [{"stateful_callbacks": {"_RecordWorldSize": []}}]
+    wrong += [{"stateful_callbacks": {"RecordWorldSize": []}}]
     for text in ("[]", "{}", '{"stateful_callbacks": {}}', *(json.dumps(sound | one) for one in wrong)):
         (output / "checkpoint-24" / "trainer_state.json").write_text(text, encoding="utf-8")
         assert finetune.last_checkpoint(output)[0] == output / "checkpoint-16"
@@ -462,6 +492,170 @@ def test_a_finished_run_is_moved_aside(
     assert finetune.main([str(job), "--resume", elsewhere, "--max_steps", "17"]) == 0
     assert f"moved the finished run in {output} to {output}.2\n" in capsys.readouterr().out
     assert contents(tmp_path / "out.2") == second
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "./no-such-model"], "no-such-model"),
+        (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
+        (["--data", "short.txt"], "the held-out part of .* is shorter than one block"),
+        (["--dataloader_drop_last", "--per_device_train_batch_size", "5000"], "expected at most"),
+        (["--report_to", "nothing-known"], "nothing-known"),
+        # Found when Trainer has begun to set up.
+        (["--learning_rate", "-1"], "Invalid learning rate: -1.0"),
+        (["--resume", "elsewhere/checkpoint-16", "--max_steps", "8"], "this job ends at step 8"),
+    ],
+)
+def test_a_refused_job_leaves_the_finished_run_where_it_is(
+    undisturbed: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    expected: str,
+) -> None:
+    job = write_job(tmp_path, max_steps=1)
+    shutil.copytree(undisturbed / "out", tmp_path / "out")
+    (tmp_path / "elsewhere").symlink_to(undisturbed / "out")
+    (tmp_path / "short.txt").write_text("a few words\n" * 20, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    before, beside = contents(tmp_path / "out"), sorted(tmp_path.iterdir())
+    assert re.search(expected, refused(capsys, str(job), *words))
+    assert contents(tmp_path / "out") == before
+    assert not (tmp_path / "out" / ".prepared").exists()
+    assert sorted(tmp_path.iterdir()) == beside
+
+
+def test_ctrl_c_before_the_first_step_leaves_the_finished_run_where_it_is(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    job = write_job(tmp_path, max_steps=1)
+    shutil.copytree(undisturbed / "out", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    for place in ("check_batches", "Trainer.create_optimizer"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"streamattn.finetune.{place}", interrupt)
+            assert finetune.main([str(job)]) == 130
+        line = capsys.readouterr().err
+        assert line == (
+            "streamattn finetune: interrupted; no step was trained, so give the same command again\n"
+        )
+        assert contents(tmp_path / "out") == before
+
+
+def test_a_finished_run_that_cannot_be_moved(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=1)
+    shutil.copytree(undisturbed / "out", output)
+    before = contents(output)
+
+    def busy(self: Path, target: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(self), None, str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        line = refused(capsys, str(job))
+    assert re.search("output_dir: .*Device or resource busy.*out.1", line)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == output)
+    assert "can't be moved aside, for it is a mount point; pass another --output_dir" in refused(
+        capsys, str(job)
+    )
+    assert contents(output) == before
+
+
+def test_a_linked_output_dir_stays_on_its_disk(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=1)
+    link.symlink_to(disk / "run")  # its target is made
+    assert finetune.main([str(job)]) == 0
+    first = contents(disk / "run")
+    assert finetune.main([str(job)]) == 0
+    assert f"moved the finished run in {link} to {disk / 'run.1'}\n" in capsys.readouterr().out
+    assert link.readlink() == disk / "run"
+    assert contents(disk / "run.1") == first
+    assert losses(disk / "run").keys() == {1}
+    assert sorted(disk.iterdir()) == [disk / "run", disk / "run.1"]
+    assert not list(tmp_path.glob("out.*"))
+    # What the job needs is found behind the link too.
+    line = refused(capsys, str(job), "--model", str(disk / "run"))
+    assert f"but also {disk / 'run'}, which this job needs there" in line
+
+
+def test_a_run_moves_before_anything_is_written(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other callbacks write when training begins, TensorBoard's for one."""
+
+    def write(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (Path(args.output_dir) / "events").write_text("")
+
+    monkeypatch.setattr(finetune.RecordWorldSize, "on_train_begin", write)
+    shutil.copytree(undisturbed / "out", tmp_path / "out")
+    assert finetune.main([str(write_job(tmp_path, max_steps=1))]) == 0
+    assert (tmp_path / "out" / "events").exists()
+    assert contents(tmp_path / "out.1") == contents(undisturbed / "out")
+
+
+def test_a_checkpoint_without_steps_left_is_evaluated_beside_the_finished_run(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, max_steps=1)
+    assert finetune.main([str(job)]) == 0
+    before = contents(tmp_path / "out")
+    checkpoint = str(undisturbed / "out" / "checkpoint-16")
+    assert finetune.main([str(job), "--resume", checkpoint, "--max_steps", "16"]) == 0
+    assert contents(tmp_path / "out.1") == before
+    saved, resumed = (load_file(path / "model.safetensors") for path in (tmp_path / "out", Path(checkpoint)))
+    assert all(torch.equal(saved[name], resumed[name]) for name in resumed)
+
+
+def test_a_job_refused_under_max_restarts_is_refused_again(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished run that still lies there isn't the restarted job's."""
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=1)
+    shutil.copytree(undisturbed / "out", output)
+    before = contents(output)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for restart in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        assert "Invalid learning rate" in refused(capsys, str(job), "--learning_rate", "-1")
+        assert (output / ".prepared").exists() == (restart < 2)
+    assert contents(output) == before
+    # Killed before its first step, it starts when it is started again; killed behind it, it goes on.
+    (output / ".prepared").mkdir()
+    assert finetune.main([str(job), "--save_strategy", "steps", "--save_steps", "1"]) == 0
+    assert contents(tmp_path / "out.1") == before
+    assert finetune.main([str(job)]) == 0
+    assert f"the run in {output} is finished at step 1 of 1" in capsys.readouterr().out
+
+
+def test_a_name_is_refused_at_once_where_no_hub_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{sock.getsockname()[1]}")
+        job = str(write_job(tmp_path))
+        for key, expected in (
+            ("data", "data: 'no/such' is neither .* could be loaded .the hub can't be reached"),
+            ("model", "model: can't load 'no/such'"),
+            ("tokenizer", "tokenizer: can't load 'no/such'"),
+        ):
+            start = time.monotonic()
+            assert re.search(expected, refused(capsys, job, f"--{key}", "no/such"))
+            assert time.monotonic() - start < 10
 
 
 def test_resume_of_a_finished_run_touches_nothing(

@@ -59,6 +59,28 @@ def test_two_processes_train_as_one(
     assert together[6] < together[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--data", "short.txt"], "shorter than one block of 32 tokens"),  # the main process, then the other
+        (["--learning_rate", "-1"], "transformers.Trainer: Invalid learning rate: -1.0"),  # both at once
+    ],
+)
+def test_one_process_says_why_the_job_is_refused(tmp_path: Path, words: list[str], expected: str) -> None:
+    """And the finished run stays, with nothing beside it."""
+    (tmp_path / "short.txt").write_text("a few words\n" * 20, encoding="utf-8")
+    words = [str(tmp_path / word) if word == "short.txt" else word for word in words]
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "model.safetensors").write_bytes(b"an earlier run's")
+    status, _, err = run(str(write_job(tmp_path)), *words, torchrun=2)
+    assert status != 0
+    (line,) = [line for line in err.splitlines() if line.startswith("streamattn finetune: ")]
+    assert expected in line
+    assert [path.name for path in output.iterdir()] == ["model.safetensors"]
+    assert not (tmp_path / "out.1").exists()
+
+
 def test_a_worker_without_its_master_ends_in_time_with_one_line(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
