@@ -1,16 +1,16 @@
 """One line rewires a model: `patch_model` puts the attention layers it knows on `streamattn.attention`.
 
 Contract. A layer changes sides by its ``__class__`` alone: it becomes an instance of an importable subclass
-(`registry.REPLACEMENTS`) with the same parameters, buffers, hooks and configuration. So state-dict keys,
+(`registry.REPLACEMENTS`) with the same parameters, buffers, hooks and settings. So state-dict keys,
 saving and loading, deepcopy, pickling, adapters and parallel wrappers are untouched, other models and the
 classes themselves too, and `set_attn_implementation` has nothing to undo. The module that makes the layers'
-masks may get one forward pre-hook, and what would pass patched layers by is told to call them. A report is
+masks may get a forward pre-hook, and what would pass patched layers by is told to call them. A report is
 read off the model, not remembered. A layer that torch gave a class of its own, sharded by `fully_shard` or
 parametrized, before the patch or after it, changes sides in that class.
 
 Layers of other classes that use transformers' attention interface change sides by their configuration, with
-the same promises (`patches.interface`). Importing this package registers ``attn_implementation="streamattn"``
-where transformers is installed.
+the same promises; models of layers of either kind are led to make compact masks (`patches.interface`).
+Importing this package registers ``attn_implementation="streamattn"`` where transformers is installed.
 
 Left out on purpose: patching classes before a model is built, and patching at import.
 """
@@ -38,8 +38,8 @@ from patches.registry import (
     uses_interface,
 )
 
-if find_spec("transformers") is not None:
-    import_module("patches.interface")  # registers attn_implementation="streamattn"
+# Registers attn_implementation="streamattn".
+_interface: Any = import_module("patches.interface") if find_spec("transformers") is not None else None
 
 __all__ = ["PatchReport", "patch_model", "patch_report", "unpatch_model"]
 
@@ -55,7 +55,8 @@ class PatchReport:
     """Which attention layers of a model run on StreamAttn.
 
     Attributes:
-        patched: Name of the layer, as in `model.named_modules()` -> its class, without what wraps it.
+        patched: Name of the layer, as in `model.named_modules()` -> its class, without what wraps it; behind
+            it "attention=streamattn", as in `print(model)`, where the class itself is not the patch's.
         skipped: Name of the layer -> the reason why it is not patched.
     """
 
@@ -133,11 +134,8 @@ def patch_model(
     for replacement in _replacements_in(model):
         if hasattr(replacement, "attach"):
             replacement.attach(model)
-    layers = [layer for _, layer in _attention_layers(model)]
-    if any(uses_interface(layer) for layer in layers):
-        from patches import interface
-
-        interface.adopt(model, adopted, layers)
+    if _interface is not None:
+        _interface.adopt(model, adopted, [layer for _, layer in _attention_layers(model)])
     return model
 
 
@@ -174,15 +172,12 @@ def unpatch_model(model: Model) -> Model:
     for hook, owner in list(_hook_owners(model)):
         for key in [key for key, other in owner._forward_pre_hooks.items() if other is hook]:
             del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
-    layers = [layer for _, layer in _attention_layers(model) if is_patched(layer)]
-    if any(uses_interface(layer) for layer in layers):
-        from patches import interface
-
-        interface.release(model)
+    layers = [layer for _, layer in _attention_layers(model) if replacement_of(layer)]
+    if _interface is not None:
+        _interface.release(model)
     made: dict[type, type] = {}
     for layer in layers:
-        if not uses_interface(layer):
-            _change_class(layer, replacement_of(layer), listed_class(layer), made)
+        _change_class(layer, replacement_of(layer), listed_class(layer), made)
     return model
 
 
@@ -198,7 +193,8 @@ def patch_report(model: nn.Module) -> PatchReport:
     patched, skipped = {}, {}
     for name, layer in _attention_layers(model):
         if is_patched(layer):
-            patched[name] = (replacement_of(layer) or type(layer)).__name__
+            replacement = replacement_of(layer)
+            patched[name] = replacement.__name__ if replacement else _interface.reported(layer)
         else:
             skipped[name] = _unsupported(layer) or "patch_model was not called for it"
     return PatchReport(patched, skipped)
@@ -227,12 +223,9 @@ def _is_foreign_attention(layer: nn.Module) -> bool:
 
 def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """The modules that prepare the arguments of a model's patched layers, each with the hook meant for it."""
-    for cls, hook in {
-        replacement.model_hook
-        for replacement in _replacements_in(model)
-        if hasattr(replacement, "model_hook")
-    }:
-        yield from ((hook, module) for module in model.modules() if isinstance(module, cls))
+    for replacement in _replacements_in(model):
+        if hook := getattr(replacement, "decoder_hook", None):
+            yield from ((hook, each) for each in model.modules() if isinstance(each, replacement.decoder))
 
 
 def _replacements_in(model: nn.Module) -> set[Any]:
@@ -248,9 +241,7 @@ def _unsupported(layer: nn.Module) -> str | None:
         if isinstance(dropout, (int, float)) and not 0.0 <= dropout < 1.0:
             return f"its dropout must be a probability in [0, 1), got {dropout}"
     if uses_interface(layer):
-        from patches import interface
-
-        return interface.unsupported(layer)
+        return _interface.unsupported(layer)
     original = listed_class(layer)
     if original is None:
         return f"there is no patch for {path_of(type(layer))}"

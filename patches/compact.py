@@ -6,11 +6,11 @@ row, if there are lengths, repeats the number of keys that hold tokens. What is 
 the number of rows, which is known while compiling:
 ``R = 2 + WINDOWED + BIDIRECTIONAL + LENGTHS``, each if it applies. A batch of 1 stands for any.
 
-Causal attention with padding alone has a smaller mask: uint8 [B, 1, 1, Tk], 1 = a token. Queries in places of
-padding see the tokens before them, as under HuggingFace's own masks: labels may be there that nobody hid.
+Queries in places of padding see the tokens before them, as under HuggingFace's own masks: labels may be there
+that nobody hid.
 
-Both have four dimensions because HuggingFace's models hand such masks on to their layers as they are. They
-can't be taken for a user's mask, which is bool or floating: an integer one is an error.
+It has four dimensions because HuggingFace's models hand such masks on to their layers as they are. It can't
+be taken for a user's mask, which is bool or floating: an integer one is an error.
 
 Left out on purpose: the width of a window, which the layer or its configuration knows.
 """
@@ -70,29 +70,8 @@ def write(
     return torch.cat([keys, queries, *(x.expand_as(keys) for x in last)], dim=1)
 
 
-def of_padding(mask: Tensor) -> Tensor:
-    """The mask of causal attention among the tokens of padded rows.
-
-    Args:
-        mask: [B, T], non-zero = a token.
-    """
-    return same_bytes(mask[:, None, None].bool(), torch.uint8)
-
-
-def same_bytes(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of bool as uint8 or the reverse: a view, but where `torch.jit.trace` has no such view."""
-    return mask.view(dtype) if torch._C._get_tracing_state() is None else mask.to(dtype)
-
-
-def is_padding(mask: Any) -> bool:
-    """Whether a mask is one of `of_padding`."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.uint8 or mask.dim() != 4:
-        return False
-    return mask.shape[1] == mask.shape[2] == 1
-
-
 def is_compact(mask: Any) -> bool:
-    """Whether a mask is a compact one, which says more than `of_padding`."""
+    """Whether a mask is a compact one."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
         return False
     return mask.shape[2] == 1 and 0 <= mask.shape[1] - 2 <= WINDOWED + BIDIRECTIONAL + LENGTHS

@@ -21,23 +21,29 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 
-from patches import hf
+from patches import hf, interface
+from patches.views import plain
 
 _ARGUMENTS = hf.argument_names(GPT2Attention.forward)
-_MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
 # The oldest releases hand a layer its own (k, v) and expect the grown pair back.
 _TUPLE_CACHE = "layer_past" in _ARGUMENTS
 
 
-def slim_mask(model: GPT2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a model with patched layers: see `hf.slim_mask`. Blocks may have been exchanged."""
-    return hf.slim_mask((getattr(block, "attn", None) for block in model.h), _MODEL_ARGUMENTS, args, kwargs)
+_MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
+
+
+def prepare_mask(model: GPT2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a model with patched layers, in releases whose GPT-2 makes its masks itself."""
+    if hf.MASKS_PASS_UNCHANGED:
+        return interface.make_mask(_MODEL_ARGUMENTS, model, args, kwargs)
+    return hf.refuse_documents(_MODEL_ARGUMENTS, model, args, kwargs)
 
 
 class StreamGPT2Attention(GPT2Attention):
     """`GPT2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
 
-    model_hook = (GPT2Model, slim_mask)
+    decoder = GPT2Model
+    decoder_hook = None if interface.makes_masks(GPT2Model) else staticmethod(prepare_mask)
     layer_idx: Any  # an int wherever there is a cache or a scale by layer
 
     @staticmethod
@@ -123,7 +129,7 @@ class StreamGPT2Attention(GPT2Attention):
         """
         if "bias" not in self._buffers or filled is not None:
             return False
-        name = self.config._attn_implementation
+        name = plain(self.config)._attn_implementation
         if name == "sdpa" and "head_mask" in _ARGUMENTS:
             return bool(arguments.get("output_attentions")) or arguments.get("head_mask") is not None
         return name == "eager"

@@ -1,15 +1,11 @@
 """What a HuggingFace model hands to its attention layers, brought into `streamattn.attention`'s terms.
 
-Contract. The mask that arrives depends on the model's configuration, which the patches leave alone: none,
-bool or floating 4-D (sdpa and eager), 2-D (flash). All of them are taken, and broadcast dimensions stay
-unmaterialised. A 4-D mask is complete, HuggingFace's as well as a user's: self-attention is causal only where
-no mask came, or one over keys alone. The cache may be a tuple of tensors, dynamic, or static; of a static one
-only the filled part is seen. What differs between releases is told from signatures, never from a version
-number.
-
-Where every layer of a model is patched, `slim_mask` spares it the [B, 1, Tq, Tk] mask that HuggingFace makes
-(when compiling, always): the layers know causality themselves, so padding and packed documents travel as
-masks of another kind (`patches.compact`), which no user's is taken for.
+Contract. The mask that arrives depends on the implementation that the model's configuration names: a compact
+one ("streamattn", see `patches.interface`), none, bool or floating 4-D (sdpa and eager), 2-D (flash). All of
+them are taken, and broadcast dimensions stay unmaterialised. A 4-D mask that isn't compact is complete,
+HuggingFace's as well as a user's: self-attention is causal only where no mask came, or one over keys alone.
+The cache may be a tuple of tensors, dynamic, or static; of a static one only the filled part is seen. What
+differs between releases is told from signatures, never from a version number.
 
 Layout. q, k, v are [B, H, T, D] views of the projections' outputs.
 
@@ -20,7 +16,7 @@ that says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import FunctionType
@@ -179,82 +175,69 @@ def update_cache(
     return k, v, filled
 
 
-def slim_mask(
-    layers: Iterable[Any], names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What a forward pre-hook of a decoder returns: its arguments with a slim attention mask, or None.
+def document_starts(given: dict[str, Any]) -> Tensor | None:
+    """Where a decoder's arguments say that documents start, by positions that start again within a row.
 
-    Causality is left to the layers. Documents packed into a row are told by positions that start again.
-    HuggingFace tells them so too, but not with a cache or a mask of ones, and takes a gap in the positions
-    for a start; here a gap is none, since training on stretched positions makes gaps.
+    HuggingFace tells them so too, but not with a cache or a mask of ones, although models make a cache by
+    default (huggingface/transformers#46634).
 
     Args:
-        layers: The decoder's self-attention layers; one that is not patched would need the whole mask.
-        names: Names of the decoder's arguments, in order.
-        args: The arguments by position.
-        kwargs: The arguments by name.
+        given: The arguments by name.
+
+    Returns:
+        As `compact.document_starts`; None if positions say nothing: there are none, or not of whole rows.
+    """
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    if mask is not None and (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 2
+        or mask.shape[1] != positions.shape[1]  # of a cache's tokens, or of virtual ones, too
+        or positions.shape[0] not in (1, mask.shape[0])
+    ):
+        return None
+    return compact.document_starts(positions, mask) if is_fresh(cache_of(given)) else None
+
+
+def is_fresh(cache: Any) -> bool:
+    """Whether a cache holds no token and has no places for them yet, or is none."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    if cache is None:
+        return True
+    return isinstance(cache, Cache) and not has_static_layer(cache) and cache.get_seq_length() == 0
+
+
+def refuse_documents(
+    names: tuple[str, ...], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Forward pre-hook of a decoder in releases that can't keep documents packed into a row apart.
+
+    Args:
+        names: The decoder's arguments, in order.
+        model: The decoder.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
 
     Raises:
-        ValueError: Packed documents in a release that can't keep them apart.
+        ValueError: Packed documents.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    cache = cache_of(given)
-    cache = getattr(cache, "self_attention_cache", cache)
-    if (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)) or has_static_layer(cache):
-        return None
-    if positions is not None and positions.dim() != 2:
-        return None
-    if not all(is_patched(layer) for layer in layers):
-        return None
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if mask is not None and tokens is not None:
-        places = _length_of(cache) + tokens.shape[1]
-        if mask.shape != (tokens.shape[0], places):
-            return None  # transformers knows what it means, or says what is wrong
-    readable = compact.readable(mask, positions)
-    if mask is not None and readable and bool(mask.all()):
-        mask = None
-    slim = None if mask is None else compact.of_padding(mask)
-    fresh = cache is None or (isinstance(cache, Cache) and cache.get_seq_length() == 0)
-    if positions is not None and not readable:
-        # No value may be read, so every row is taken for a packed one, which is right for others too.
-        if not fresh or not MASKS_PASS_UNCHANGED:
-            return None
-        slim = compact.of_documents(compact.document_starts(positions, mask), mask)
-    elif positions is not None and fresh:
-        starts = compact.document_starts(positions, mask)
-        if bool(starts.any()):
-            if not MASKS_PASS_UNCHANGED:
-                raise ValueError(
-                    "position_ids start again within a row, which means packed documents; this release of "
-                    "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
-                )
-            slim = compact.of_documents(starts, mask)
-    if not MASKS_PASS_UNCHANGED:
-        return None
-    if slim is None:
-        device = None if tokens is None else tokens.device
-        slim = compact.write(None, None, causal=True, windowed=False, device=device)
-    place = names.index("attention_mask")
-    if place < len(args):
-        return (*args[:place], slim, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "attention_mask": slim}
-
-
-def _length_of(cache: Any) -> int:
-    """How many tokens a cache holds; older releases have tuples of keys and values for each layer."""
-    if isinstance(cache, Cache):
-        return cache.get_seq_length()
-    return cache[0][0].shape[2] if isinstance(cache, tuple) and cache and cache[0] else 0
+    starts = document_starts(given)
+    if starts is None or not compact.readable(given.get("attention_mask"), given["position_ids"]):
+        return
+    if bool(starts.any()) and any(map(is_patched, model.modules())):
+        raise ValueError(
+            "position_ids start again within a row, which means packed documents; this release of "
+            "transformers can't keep them apart: pad them into rows of their own, or upgrade it"
+        )
 
 
 def is_complete(mask: Any) -> bool:
     """Whether a mask alone says who sees whom, so that causality must not be added: 4-D, and not ours."""
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return False
-    return not (compact.is_compact(mask) or compact.is_padding(mask))
+    return not compact.is_compact(mask)
 
 
 def has_static_layer(cache: Any, layer_idx: int | None = None) -> bool:
@@ -325,9 +308,8 @@ def attend(
     if compact.is_compact(mask):
         seen = compact.read(mask, batch, q_len, k.shape[2])
         causal, segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
-        kv_lengths = kv_lengths if seen.kv_lengths is None else seen.kv_lengths
-    elif compact.is_padding(mask):
-        mask = compact.same_bytes(mask, torch.bool)
+        if seen.kv_lengths is not None and not isinstance(filled, int):  # which cut the keys already
+            kv_lengths = seen.kv_lengths
     attn_mask = _as_attn_mask(mask, k.shape[2])
     if position_bias is not None:
         attn_mask = combine_masks(attn_mask, position_bias[..., : k.shape[2]])

@@ -1,13 +1,13 @@
-"""Any HuggingFace layer that uses transformers' attention interface, on `streamattn.attention`.
+"""Layers that use transformers' attention interface, on `streamattn.attention`; models' compact masks.
 
 Contract. Importing this file registers the name "streamattn", an attention function and a mask function, in
 releases of transformers that have both (4.53), so that ``attn_implementation="streamattn"`` works. A patched
 layer asks for that name by itself: its `config` becomes a `LayerConfig`, a view of the one it shares with its
 model (`patches.views`), and what it computes around the attention stays its own. Where every layer under a
-configuration is patched, the model's other modules see that one under the name too (`ModelConfig`), so that
-the model makes compact masks (`patches.masks`); elsewhere the masks are those of the model's own
-implementation, and all of them are taken. The configurations themselves stay as they are, but for what is set
-through a view.
+configuration is patched, in this way or by a patch of its own, the model's other modules see that one under
+the name too (`ModelConfig`), so that the model makes compact masks (`patches.masks`); elsewhere the masks are
+those of the model's own implementation, and all of them are taken. The configurations themselves stay as they
+are, but for what is set through a view.
 
 Layout. q, k, v are [B, H, T, D], heads of k and v unrepeated; the output is [B, T, H, D].
 
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, modeling_utils
+from transformers import DynamicCache, PretrainedConfig, modeling_utils
 
 from patches import compact, hf
-from patches.registry import NAME, is_patched, uses_interface
+from patches.registry import NAME, is_patched, replacement_of, uses_interface
 from patches.views import LayerConfig, ModelConfig, plain, view
 
 try:
@@ -168,6 +168,11 @@ def shown() -> str:
     return f"attention={NAME}"
 
 
+def reported(layer: nn.Module) -> str:
+    """What a report says of a patched layer."""
+    return f"{type(layer).__name__} ({shown()})"
+
+
 def _mask_maker(config: Any) -> str | None:
     """The implementation whose masks a layer gets, by its configuration: its model's."""
     while isinstance(config, LayerConfig):  # asked past `PretrainedConfig`, see `hf.setting`
@@ -223,10 +228,12 @@ def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Itera
     """Have layers ask for "streamattn", and their model make compact masks where it can.
 
     Args:
-        model: a module.
+        model: a module, whose layers with a patch of their own have changed sides.
         layers: those of its layers to patch, each served by `unsupported`.
         attention_layers: all attention layers of the model.
     """
+    if masking_utils is None:
+        return
     for layer in layers:
         layer.__dict__["config"] = view(LayerConfig, layer.__dict__["config"])
         if type(layer).extra_repr is nn.Module.extra_repr:
@@ -237,8 +244,9 @@ def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Itera
         next(each for each in views if each.shared is config).rename(True)
     for module in model.modules():
         names = _document_arguments(module)
-        if names and not _document_hooks(module) and any(map(_is_adopted, module.modules())):
-            module.register_forward_pre_hook(partial(keep_documents_apart, names), with_kwargs=True)
+        if names and not _document_hooks(module) and any(map(_takes_compact_masks, module.modules())):
+            hook = partial(keep_documents_apart, names, _plain_masks(module))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def release(model: nn.Module) -> None:
@@ -248,9 +256,12 @@ def release(model: nn.Module) -> None:
         model: a module, patched or not.
     """
     for module in model.modules():
-        if _is_adopted(module):
-            for each in getattr(module.__dict__["config"].shared, "views", ()):
-                each.rename(False)  # wherever its model is
+        if _is_adopted(module) or replacement_of(module):
+            config = module.__dict__.get("config")
+            while isinstance(config, LayerConfig):
+                for each in config.views if isinstance(config, ModelConfig) else ():
+                    each.rename(False)  # wherever its model is
+                config = config.shared
             if module.__dict__.get("extra_repr") is shown:
                 del module.__dict__["extra_repr"]
         for name, value in module.__dict__.items():
@@ -279,23 +290,30 @@ def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[
 
 def _takes_compact_masks(layer: nn.Module) -> bool:
     """Whether a layer is patched and hands its mask on without looking at it or making another of it."""
+    if replacement_of(layer):
+        return True
     if not _is_adopted(layer):
         return False
     code = inspect.unwrap(type(layer).forward).__code__
     arguments = code.co_argcount + code.co_kwonlyargcount
     if any("mask" in name for name in code.co_varnames[arguments:]):
         return False
-    uses = [use.argval for use in dis.get_instructions(code) if use.opname.startswith("LOAD_FAST")]
-    names = [name for use in uses for name in (use if isinstance(use, tuple) else (use,))]
-    return max(map(names.count, _MASK_NAMES)) <= 1
+    return max(map(_uses(code).count, _MASK_NAMES)) <= 1
+
+
+def _uses(code: CodeType) -> list[str]:
+    """The local variables that a function reads, as often as it does."""
+    loads = [use.argval for use in dis.get_instructions(code) if use.opname.startswith("LOAD_FAST")]
+    return [name for load in loads for name in (load if isinstance(load, tuple) else (load,))]
 
 
 def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
-    """The views of a model's configurations, handed to all its modules but to layers that aren't patched.
+    """The views of a model's configurations, handed to all its modules but to layers that look a name up.
 
     Where no configuration gets this implementation's name, the model keeps those it has.
     """
-    others = [module for module in model.modules() if module not in attention_layers]
+    named = {layer for layer in attention_layers if not replacement_of(layer)}
+    others = [module for module in model.modules() if module not in named]
     held = [
         (module, name, value)
         for module in others
@@ -322,15 +340,16 @@ def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
 
 
 def keep_documents_apart(
-    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], plain_masks: str | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a model that makes masks: documents packed into a row become a compact mask.
 
-    HuggingFace tells them by positions that start again, but not with a cache or a mask of ones, although
-    models make a cache by default (huggingface/transformers#46634).
+    They are told as `hf.document_starts` says. HuggingFace takes a gap in the positions for a start too, if
+    there is neither cache nor mask, and takes every row for a packed one in a graph.
 
     Args:
         names: the model's arguments, in order.
+        plain_masks: as `_plain_masks` says.
         model: the model.
         args: its arguments by position.
         kwargs: its arguments by name.
@@ -338,29 +357,81 @@ def keep_documents_apart(
     Returns:
         The arguments with that mask, or None to leave them as they are.
     """
+    if model.config._attn_implementation != NAME or getattr(model.config, "is_causal", True) is False:
+        return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if model.config._attn_implementation != NAME or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        return None
-    if mask is not None and (
-        mask.shape[1] != positions.shape[1] or positions.shape[0] not in (1, mask.shape[0])
-    ):
-        return None  # of a cache's tokens, or of virtual ones, too
-    cache = hf.cache_of(given)
-    cache = getattr(cache, "self_attention_cache", cache)
-    if cache is not None and (hf.has_static_layer(cache) or cache.get_seq_length() != 0):
-        return None
-    starts = compact.document_starts(positions, mask)
-    if compact.readable(mask, positions) and not bool(starts.any()):
-        return None
+    starts = hf.document_starts(given)
     # Where no value may be read, every row is taken for a packed one, which is right for others too.
-    documents = _masks_of_documents(model, starts, mask)
+    if starts is not None and not (compact.readable(mask, positions) and not bool(starts.any())):
+        return _with_mask(names, args, kwargs, _masks_of_documents(model, starts, mask))
+    tokens = _tokens(given)
+    if plain_masks is None or mask is not None or tokens is None or not hf.is_fresh(hf.cache_of(given)):
+        return None
+    if positions is None or (plain_masks == "any positions" and starts is not None):
+        nothing = compact.write(None, None, causal=True, windowed=False, device=tokens.device)
+        return _with_mask(names, args, kwargs, nothing)
+    return None
+
+
+def make_mask(
+    names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a decoder that would make a dense mask by itself, but takes another.
+
+    Args:
+        names: the decoder's arguments, in order.
+        model: the decoder.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+
+    Returns:
+        The arguments with the mask that transformers' own function makes, or None to leave them as they are.
+    """
+    changed = keep_documents_apart(names, "any positions", model, args, kwargs)
+    if changed is not None or masking_utils is None:
+        return changed
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, cache, tokens = given.get("attention_mask"), hf.cache_of(given), _tokens(given)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if model.config._attn_implementation != NAME or tokens is None:
+        return None
+    if isinstance(cache, tuple):  # which the decoder takes, too
+        legacy: Any = DynamicCache
+        cache = legacy.from_legacy_cache(tuple(each[:2] for each in cache))
+    if mask is not None and mask.dim() != 2:
+        return None
+    first = 0 if cache is None else cache.get_seq_length()
+    last = first + tokens.shape[1]
+    if mask is not None and not hf.has_static_layer(cache) and mask.shape[1] != last:
+        return None  # the decoder says what is wrong
+    places = given.get("cache_position")
+    if places is None:
+        places = torch.arange(first, last, device=tokens.device)
+    maker: Any = masking_utils.create_causal_mask
+    made = maker(
+        config=model.config,
+        input_embeds=tokens,  # for their sizes
+        attention_mask=mask,
+        cache_position=places,
+        past_key_values=cache,
+    )
+    return _with_mask(names, args, kwargs, made)
+
+
+def _tokens(given: dict[str, Any]) -> Tensor | None:
+    tokens = given.get("input_ids")
+    return given.get("inputs_embeds") if tokens is None else tokens
+
+
+def _with_mask(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A module's arguments with another mask, which stays where it came."""
     place = names.index("attention_mask")
     if place < len(args):
-        return (*args[:place], documents, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "attention_mask": documents}
+        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def _masks_of_documents(model: Any, starts: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:
@@ -393,14 +464,43 @@ def _takes_masks_by_type(model: nn.Module) -> bool:
     return "dict" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
+def _makers(cls: type[nn.Module]) -> set[str]:
+    """The functions for causal masks that a module's `forward` calls."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return set() if code is None else {name for name in _names(code) if name in _MASK_MAKERS}
+
+
+def makes_masks(cls: type[nn.Module]) -> bool:
+    """Whether modules of a class have transformers' functions make their causal masks.
+
+    Args:
+        cls: the class.
+    """
+    return bool(_makers(cls))
+
+
 def _document_arguments(module: nn.Module) -> tuple[str, ...]:
     """The arguments of a module that makes causal masks and is told positions; empty for others."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or not _MASK_MAKERS & set(_names(code)):
+    if not makes_masks(type(module)):
         return ()
-    names = hf.argument_names(forward)
+    names = hf.argument_names(inspect.unwrap(type(module).forward))
     return names if {"attention_mask", "position_ids"} <= set(names) else ()
+
+
+def _plain_masks(module: nn.Module) -> str | None:
+    """When a module's masks hide nothing but later keys, if it gets none and has no cache.
+
+    "any positions": whatever positions it gets, as long as none start again; "no positions": if it gets none,
+    so that transformers' reading of gaps stays; None: it may make masks of another kind, or look at its own.
+    """
+    decoders = (getattr(replacement_of(layer), "decoder", None) for layer in module.modules())
+    if any(decoder is not None and decoder.forward is type(module).forward for decoder in decoders):
+        return "any positions"
+    code = inspect.unwrap(type(module).forward).__code__
+    if _makers(type(module)) != {"create_causal_mask"} or _uses(code).count("attention_mask") != 1:
+        return None
+    overlays = any(word.endswith("_mask_function") or word.startswith("block_") for word in _words(code))
+    return None if overlays else "no positions"
 
 
 def _document_hooks(module: nn.Module) -> list[int]:

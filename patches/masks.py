@@ -209,10 +209,13 @@ def _pattern_unread(
     packed: bool,
 ) -> _Pattern | None:
     """`_pattern` while compiling, when closures can't be looked into: from the makers and users of a mask."""
-    name = getattr(mask_function, "__qualname__", "")
-    if name in (_FULL, _CAUSAL):
-        return _Pattern(name == _CAUSAL, False, False, False)
-    if name != _AND or use_vmap is not False:
+    if mask_function is masking_utils.causal_mask_function:
+        return _Pattern(True, False, False, False)
+    if bidirectional and mask_function is masking_utils.bidirectional_mask_function:
+        return _Pattern(False, False, False, False)
+    # Asked for with a default, torch.compile doesn't know the name of a function made at run time.
+    made = isinstance(mask_function, FunctionType) and mask_function.__qualname__ == _AND
+    if not made or use_vmap is not False:
         return None
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     if bidirectional:

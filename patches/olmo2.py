@@ -25,17 +25,16 @@ _ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
 
 
-def slim_mask(model: Olmo2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a model with patched layers: see `hf.slim_mask`. Blocks may have been exchanged."""
-    return hf.slim_mask(
-        (getattr(layer, "self_attn", None) for layer in model.layers), _MODEL_ARGUMENTS, args, kwargs
-    )
+def refuse_documents(model: Olmo2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a model with patched layers: see `hf.refuse_documents`."""
+    hf.refuse_documents(_MODEL_ARGUMENTS, model, args, kwargs)
 
 
 class StreamOlmo2Attention(Olmo2Attention):
     """`Olmo2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
 
-    model_hook = (Olmo2Model, slim_mask)
+    decoder = Olmo2Model
+    decoder_hook = None if hf.MASKS_PASS_UNCHANGED else staticmethod(refuse_documents)
 
     @staticmethod
     def unsupported(module: Olmo2Attention) -> str | None:

@@ -10,8 +10,8 @@ replacement
   ``__class__``;
 - lives at module level under its own name, so that patched models pickle;
 - has a static ``unsupported(module) -> str | None``, the reason why this instance can't be served;
-- may name a ``model_hook``: (class of the module that prepares the layers' arguments, forward pre-hook for
-  it);
+- may name a ``decoder``, the class of the module that hides nothing but later keys from the layers, and a
+  static ``decoder_hook``, a forward pre-hook for it in releases whose models make their masks themselves;
 - may have static ``attach(model)`` and ``detach(model)``, which settle what stands around the layers: run
   after they have changed sides, any number of times, and before they change back.
 

@@ -75,7 +75,7 @@ class LayerConfig:
 
 
 class ModelConfig(LayerConfig):
-    """A configuration of a model whose layers are patched, as seen by all of its modules but the layers.
+    """A configuration of a model whose layers are patched, as all its modules see it that need no other name.
 
     It has the name of this implementation if all layers under it understand compact masks, until the user
     gives another. Weights can be asked for through it: what isn't patched then runs on "eager", the only

@@ -79,20 +79,20 @@ SKIPPED_BY_FAMILY = {
     },
 }
 
-AS_SHIPPED = {"test_retain_grad_hidden_states_attentions_as_shipped": "unexpectedly None"}
+AS_SHIPPED = {
+    "test_can_set_attention_dynamically_as_shipped": "check_attn_implementation",
+    "test_retain_grad_hidden_states_attentions_as_shipped": "unexpectedly None",
+}
 """Test that the suite narrows -> words of its failure without that, whatever the family."""
 
-_RENAMED = {
-    "test_can_set_attention_dynamically_as_shipped": "check_attn_implementation",
-    "test_sdpa_can_dispatch_non_composite_models_as_shipped": "_attn_implementation",
-}
+_RENAMED = {"test_sdpa_can_dispatch_non_composite_models_as_shipped": "_attn_implementation"}
 
 AS_SHIPPED_BY_FAMILY = {
-    "GPT2": {},
-    "Olmo2": {},
+    "GPT2": _RENAMED,
+    "Olmo2": _RENAMED,
     "Llama": _RENAMED,
     "Qwen3": _RENAMED,
-    "Gemma2": {"test_can_set_attention_dynamically_as_shipped": "check_attn_implementation"},
+    "Gemma2": {},
 }
 
 RUNS_LAYERS = (

@@ -80,7 +80,7 @@ def test_patches_in_place_and_returns_the_same_object(family: str, monkeypatch: 
     model = build(family)
     config, layers = model.config, [model.get_submodule(name) for name in names(family)]
     assert patch_model(model) is model
-    assert model.config is config
+    assert model.config == config  # a view of it, where the release makes masks by its name
     assert [model.get_submodule(name) for name in names(family)] == layers
     assert runs(model, monkeypatch) == 3
 
@@ -128,9 +128,28 @@ def test_the_instance_is_patched_not_the_class(family: str, monkeypatch: pytest.
 
 def test_models_that_share_a_config(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
-    sibling = type(model)(model.config).eval()
+    config, kept = model.config, dict(model.config.__dict__)
+    sibling = type(model)(config).eval()
     patch_model(model)
     assert runs(sibling, monkeypatch) == 0
+    assert sibling.config is config
+    assert config.__dict__ == kept
+    assert config._attn_implementation == "eager"
+    assert unpatch_model(model).config is config
+
+
+@pytest.mark.skipif(not patches.hf.MASKS_PASS_UNCHANGED, reason="models of this release make their masks")
+def test_a_wholly_patched_model_makes_masks_of_this_implementation(family: str) -> None:
+    model = patch_model(build(family), filter_fn=lambda module, name: ".1." in name)
+    assert model.config._attn_implementation == "eager"
+    patch_model(model)
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        assert config is None or config is model.config
+        assert config is None or config._attn_implementation == "streamattn"
+    model.config.some_setting = 3
+    assert unpatch_model(model).config.some_setting == 3
+    assert model.config._attn_implementation == "eager"
 
 
 # The report
@@ -310,6 +329,7 @@ def test_save_and_load(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plain.save_pretrained(tmp_path / "plain")
     saved, expected = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("patched", "plain"))
     assert saved == expected
+    assert not any("streamattn" in file.read_text() for file in (tmp_path / "patched").glob("*.json"))
     loaded = type(model).from_pretrained(tmp_path / "patched").eval()
     assert runs(loaded, monkeypatch) == 0
     ids = tokens(1, 7)
@@ -327,7 +347,10 @@ def test_deepcopy_is_independent(family: str, monkeypatch: pytest.MonkeyPatch) -
             parameter.mul_(0.5)
     assert not torch.allclose(other(ids).logits, before, atol=1e-2)
     assert torch.equal(model(ids).logits, before)
-    unpatch_model(other)
+    name = model.config._attn_implementation
+    assert type(unpatch_model(other).config) is type(build(family).config)
+    assert other.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == name
     assert len(patch_report(model).patched) == 3
 
 
@@ -344,6 +367,10 @@ def test_pickling(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert runs(loaded, monkeypatch) == 3
     ids = tokens(1, 7)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.config._attn_implementation == model.config._attn_implementation
+    assert loaded.config is not model.config
+    assert unpatch_model(loaded).config._attn_implementation == "eager"
+    assert len(patch_report(model).patched) == 3
 
 
 def test_hooks_survive_both_ways(family: str) -> None:

@@ -81,7 +81,8 @@ def test_masks_stay_unmaterialised(family: str, monkeypatch: pytest.MonkeyPatch)
     ids, mask = left_padding(tokens(2, 8), 0, 3)
     patched(ids, attention_mask=mask)
     assert len(calls) == 3
-    assert all(call["attn_mask"] is not None and call["attn_mask"].shape[1] == 1 for call in calls)
+    if not patches.hf.MASKS_PASS_UNCHANGED:
+        assert all(call["attn_mask"].shape == (2, 1, 8, 8) for call in calls)
     if takes_cache_objects(family):  # else the release flattens a 4-D mask
         patched(ids, attention_mask=torch.ones(1, 1, 1, 8, dtype=torch.bool))
         assert all(call["attn_mask"].shape == (1, 1, 1, 8) for call in calls[3:])
@@ -334,7 +335,7 @@ def test_patching_a_compiled_model_takes_effect(family: str, monkeypatch: pytest
     assert math.isclose(error_where(None, before, after), 0.0, abs_tol=TOLERANCE)
 
 
-# The slim mask of a wholly patched model
+# The compact mask of a wholly patched model
 
 needs_unchanged_masks = pytest.mark.skipif(
     not patches.hf.MASKS_PASS_UNCHANGED, reason="models of this release make their masks themselves"
@@ -353,9 +354,9 @@ def test_no_square_mask_is_made(family: str, attn: str, monkeypatch: pytest.Monk
                 ids[:, :8], attention_mask=None if given is None else given[:, :8], use_cache=True
             )
             patched(ids[:, 8:], attention_mask=given, use_cache=True, **{name: first[name]})
-    shapes = [None if call["attn_mask"] is None else tuple(call["attn_mask"].shape) for call in calls]
-    assert shapes == [None] * 12 + [(2, 1, 1, 8)] * 3 + [(2, 1, 1, 9)] * 3
-    assert all(call["causal"] for call in calls)
+    assert all(call["attn_mask"] is None and call["causal"] for call in calls)
+    segments = [call["segment_ids"] and [tuple(each.shape) for each in call["segment_ids"]] for call in calls]
+    assert segments == [None] * 12 + [[(2, 8), (2, 8)]] * 3 + [[(2, 1), (2, 9)]] * 3
 
 
 @needs_unchanged_masks
@@ -376,9 +377,19 @@ def test_no_mask_is_compiled_in(family: str) -> None:
     assert masks == [None] * 3
 
 
+@needs_unchanged_masks
+def test_a_gap_starts_no_document_where_transformers_thinks_so(family: str) -> None:
+    """Without a cache, too: training on stretched positions makes gaps."""
+    patched, reference = patched_pair(family)
+    ids, positions = tokens(2, 7), torch.tensor([[0, 1, 2, 9, 10, 20, 21]])
+    options = {"position_ids": positions, "use_cache": False}
+    expected = reference(ids, attention_mask=torch.ones_like(ids), **options).logits
+    assert error_where(None, patched(ids, **options).logits, expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_unpatched_layer_gets_its_whole_mask(family: str, attn: str, padded: bool) -> None:
-    """Layers that a filter left out, or that were restored or exchanged later, don't know causality."""
+    """Layers that a filter left out, or that were restored later, don't know causality."""
     ids, mask = left_padding(tokens(2, 9), 0, 3 if padded else 0)
     given = mask if padded else None
     expected = build(family)(ids, attention_mask=given).logits
@@ -390,7 +401,7 @@ def test_an_unpatched_layer_gets_its_whole_mask(family: str, attn: str, padded: 
 
 
 def test_a_block_that_has_no_attention(family: str) -> None:
-    """Users exchange blocks; the hook then leaves the masks to the model."""
+    """Users exchange blocks."""
     patched = patch_model(build(family))
     ids = tokens(1, 6)
     before = patched(ids).logits
@@ -403,6 +414,21 @@ def test_a_block_that_has_no_attention(family: str) -> None:
     plain_tuple = isinstance(blocks[0](torch.randn(1, 2, 48), **block_arguments(family)), tuple)
     blocks[2] = Nothing()
     assert error_where(None, patched(ids, use_cache=False).logits, before) > 0.1
+
+
+@needs_unchanged_masks
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_block_made_later_understands_the_masks(family: str, padded: bool) -> None:
+    """Of the model's configuration, without a patch: it asks for this implementation by its name."""
+    patched, reference = patched_pair(family)
+    ids, mask = left_padding(tokens(2, 9), 0, 3 if padded else 0)
+    for model in (patched, reference):
+        blocks = model.transformer.h if family == "gpt2" else model.model.layers
+        made = type(blocks[1])(model.config, layer_idx=1).eval()
+        made.load_state_dict(blocks[1].state_dict())
+        blocks[1] = made
+    found, expected = (each(ids, attention_mask=mask).logits for each in (patched, reference))
+    assert error_where(mask, found, expected) < TOLERANCE
 
 
 def block_arguments(family: str) -> dict[str, Any]:

@@ -208,7 +208,6 @@ def test_queries_of_padding_see_the_tokens_before_them(family: str, attn: str, w
         None,
         torch.ones(2, 7),
         torch.ones(2, 7, dtype=torch.bool),
-        patches.compact.of_padding(torch.ones(2, 7)),
         patches.compact.write(None, None, causal=True, windowed=False, device=None),
         patches.compact.write(None, 3, causal=True, windowed=True, device=None),
     ],

@@ -259,7 +259,8 @@ def test_the_report_and_the_names() -> None:
     model = build("Llama")
     assert set(patch_report(model).skipped.values()) == {"patch_model was not called for it"}
     patch_model(model)
-    assert patch_report(model).patched == dict.fromkeys(LAYERS, "LlamaAttention")
+    assert patch_report(model).patched == dict.fromkeys(LAYERS, "LlamaAttention (attention=streamattn)")
+    assert f"  {LAYERS[1]}: LlamaAttention (attention=streamattn)\n" in f"{patch_report(model)}\n"
     assert "LlamaConfig" in repr(model.get_submodule(LAYERS[0]).config)
 
 

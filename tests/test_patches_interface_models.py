@@ -273,6 +273,24 @@ def test_packed_documents_compiled(name: str) -> None:
         assert logits_error(compiled(ids, position_ids=positions, **options).logits, alone, None) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", present("Llama"))
+def test_nothing_to_hide_compiles_to_no_mask(name: str) -> None:
+    """Nor to segments, though transformers takes every row for a packed one in a graph."""
+    torch._dynamo.reset()
+    given: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        calls = [node for node in graph.graph.nodes if "attention_forward" in str(node.target)]
+        given.extend(node.args[3:7] for node in calls)
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(patch_model(pair(name)[0]), fullgraph=True, backend=backend)(
+            tokens(1, LENGTH), use_cache=False
+        )
+    assert given == [(None,) * 4] * 2
+
+
 def test_the_readme_says_what_is_tested() -> None:
     if set(INSTALLED) != set(FAMILIES):
         pytest.skip("written for a release that has all families")

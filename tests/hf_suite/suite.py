@@ -6,8 +6,8 @@ constructor has ended. The tests of eager against sdpa switch one copy to eager 
 which undoes no patch: here that copy is unpatched, so that eager stands against patched. No other attention
 layer runs unpatched, and each patched one that runs calls the op: every test ends with that count.
 
-Two kinds of tests are narrowed: `WEIGHTS_ON_THE_WAY` looks at hidden states only, and those that a family
-names as `reads_name` run with the first of two layers patched. Each runs as it was shipped too, under a name
+Two kinds of tests are narrowed: `WEIGHTS_ON_THE_WAY` looks at hidden states only, and those of `READ_NAME`
+run with the first of two layers patched. Each runs as it was shipped too, under a name
 that ends in ``_as_shipped``, and there it has to fail.
 
 Left out on purpose: generation and export, whose tests the distribution doesn't ship.
@@ -63,6 +63,12 @@ AS_SHIPPED = "_as_shipped"
 WEIGHTS_ON_THE_WAY = "test_retain_grad_hidden_states_attentions"
 """Asks for a gradient at the weights, which the patch computes beside the output, from lse."""
 
+READ_NAME = ("test_can_set_attention_dynamically", "test_sdpa_can_dispatch_non_composite_models")
+"""Compare the name of a model's implementation with the one that they gave it.
+
+A wholly patched model has "streamattn" for a name, a partly patched one keeps its own.
+"""
+
 
 class Tester:
     """What the common tests ask of a family: its sizes, a tiny configuration and inputs for it."""
@@ -113,16 +119,12 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         package: name of one in `transformers.models`.
         prefix: of the family's class names.
         overrides: settings of the tiny configuration.
-        reads_name: tests that compare the name of the model's implementation with the one that they gave it.
-            A wholly patched model of the interface has "streamattn" for a name, a partly patched one keeps
-            its own.
     """
 
     test_can_init_all_missing_weights_before_2023 = True  # by default left out for families of that age
     package: str
     prefix: str
     overrides: Mapping[str, Any] = MappingProxyType({})
-    reads_name: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -132,7 +134,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         cls.all_model_classes = tuple(getattr(package, name) for name in names if hasattr(package, name))
         cls.base = getattr(package, f"{cls.prefix}PreTrainedModel")
         cls.config_class = getattr(package, f"{cls.prefix}Config")
-        for test in (WEIGHTS_ON_THE_WAY, *cls.reads_name):
+        for test in (WEIGHTS_ON_THE_WAY, *READ_NAME):
             setattr(cls, test + AS_SHIPPED, getattr(common.ModelTesterMixin, test))
 
     @pytest.fixture(autouse=True)
@@ -141,7 +143,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
     ) -> Iterator[None]:
         self.model_tester = Tester(self.config_class, self.overrides)
         test = self._testMethodName
-        against_eager, partly = "eager_matches_sdpa" in test, test in self.reads_name
+        against_eager, partly = "eager_matches_sdpa" in test, test in READ_NAME
         if test == WEIGHTS_ON_THE_WAY:
             self.has_attentions = False
         post_init, set_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
@@ -187,7 +189,6 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         assert ran == Counter(dict.fromkeys((*layers, "ops"), ran["patched"])), ran
 
 
-_READ_NAME = ("test_can_set_attention_dynamically", "test_sdpa_can_dispatch_non_composite_models")
 _GROUPED = MappingProxyType({"num_key_value_heads": 2, "intermediate_size": 64})
 _WIDE = MappingProxyType({**_GROUPED, "head_dim": 16})
 
@@ -201,12 +202,12 @@ class TestOlmo2(Patched, unittest.TestCase):
 
 
 class TestLlama(Patched, unittest.TestCase):
-    package, prefix, overrides, reads_name = "llama", "Llama", _GROUPED, _READ_NAME
+    package, prefix, overrides = "llama", "Llama", _GROUPED
 
 
 class TestQwen3(Patched, unittest.TestCase):
-    package, prefix, overrides, reads_name = "qwen3", "Qwen3", _WIDE, _READ_NAME
+    package, prefix, overrides = "qwen3", "Qwen3", _WIDE
 
 
 class TestGemma2(Patched, unittest.TestCase):
-    package, prefix, overrides, reads_name = "gemma2", "Gemma2", _WIDE, _READ_NAME
+    package, prefix, overrides = "gemma2", "Gemma2", _WIDE
