@@ -84,7 +84,8 @@ class FusedMultiHead(nn.Module):
                 output alone does not. Default True, as in torch.
             attn_mask: [T, S], or [B * num_heads, T, S] ([num_heads, T, S] without a batch). bool: True =
                 hidden; floating: added to the scores, and differentiable. An entry at or below half of the
-                dtype's minimum hides.
+                dtype's minimum hides, in either mask and whatever the other holds; two floating masks are
+                added in float32.
             average_attn_weights: average the returned weights over the heads. Default True.
             is_causal: attend causally (bottom-right). Needs no mask. Beside an `attn_mask` it is torch's hint
                 that the mask is the causal one: where T = S the mask is not even read if neither a
@@ -470,18 +471,33 @@ def combine_masks(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     Args:
         a: bool (True = visible) or floating (added to the scores), or None.
         b: as `a`, and of a shape that broadcasts with its.
+
+    Returns:
+        The other where one is None; bool for two bool masks; in the floating one's dtype for one of each. Two
+        floating ones are added in float32, or float64 if one is, in which no sum of finite entries is
+        infinite, or so low that it hides what neither does.
     """
     if a is None or b is None:
         return a if b is None else b
     if a.dtype == torch.bool:
         return a & b if b.dtype == torch.bool else torch.where(a, b, -math.inf)
-    return torch.where(b, a, -math.inf) if b.dtype == torch.bool else _hidden_to_inf(a) + _hidden_to_inf(b)
+    if b.dtype == torch.bool:
+        return torch.where(b, a, -math.inf)
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return torch.where(_shows(a) & _shows(b), _addend(a, dtype) + _addend(b, dtype), -math.inf)
 
 
-def _hidden_to_inf(mask: Tensor) -> Tensor:
-    """A floating mask whose hiding entries, by its own dtype's measure, still hide in a sum of any dtype."""
+def _shows(mask: Tensor) -> Tensor:
+    """Where a floating mask hides nothing, by its own dtype's measure, which a sum of another lacks."""
     lowest = torch.finfo(mask.dtype).min
-    return mask.masked_fill(mask <= hiding_limit(lowest, lowest), -math.inf)
+    return ~(mask <= hiding_limit(lowest, lowest))
+
+
+def _addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating mask in `dtype`, its finite entries within such bounds that two never hide or overflow."""
+    mask = mask.to(dtype)
+    bound = torch.finfo(dtype).max / 5
+    return torch.where(mask.isinf(), mask, mask.clamp(-bound, bound))
 
 
 def _in_window(q_len: int, kv_len: int, window: _Window, device: torch.device) -> Tensor | None:
@@ -534,9 +550,10 @@ def attention_weights(
                 shown = ~(attn_mask.to(lse.dtype) <= limit)
             seen = seen & shown
         k = repeat(k, "b h s d -> b (h g) s d", g=q.shape[1] // k.shape[1]).to(lse.dtype)
-        # a NaN in a key that no query sees must not enter the gradients' products
+        # a NaN in a key that no query sees, or in a query that sees no key, must enter no gradient's product
         k = torch.where(seen.any(dim=-2).unsqueeze(-1), k, 0.0)
-        scores = (q.to(lse.dtype) * scale) @ k.mT
+        q = torch.where(seen.any(dim=-1, keepdim=True), q.to(lse.dtype), 0.0)
+        scores = (q * scale) @ k.mT
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:

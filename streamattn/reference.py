@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from streamattn.pattern import PHILOX_ROUNDS, drop_threshold, hiding_limit, kv_span, kv_span_full, visible
@@ -181,6 +181,10 @@ class _Tiling:
     def __post_init__(self) -> None:
         self.batch, self.num_heads, self.q_len, _ = self.q.shape
         self.num_kv_heads, self.kv_len = self.k.shape[1], self.k.shape[2]
+        self.copies = 1
+        if self.attn_mask is not None and self.attn_mask.shape[1] > 1:
+            # heads of a group see different keys: each has its own copy, without what it does not see
+            self.copies, self.num_kv_heads = self.num_heads // self.num_kv_heads, self.num_heads
         self.group = self.num_heads // self.num_kv_heads
         self.dtype = accumulate_dtype(self.q.dtype)
         self.window = (self.window_left, self.window_right)
@@ -253,8 +257,8 @@ class _Tiling:
             alive = alive | (True if seen is None else seen.any(dim=-1, keepdim=True))
         return self.fold(alive)
 
-    def tile(self, q_tile: Tensor, k_tile: Tensor, m0: int, m1: int, n0: int, n1: int) -> _Tile:
-        s = self.unfold(q_tile @ k_tile.mT) * self.scale
+    def tile(self, q_tile: Tensor, k: Tensor, m0: int, m1: int, n0: int, n1: int) -> _Tile:
+        s = self.unfold(q_tile @ self.kv_tile(k, n0, n1, None).mT) * self.scale
         cap_slope = None
         if self.softcap > 0.0:
             t = torch.tanh(s / self.softcap)
@@ -272,10 +276,18 @@ class _Tiling:
 
     def kv_tile(self, x: Tensor, n0: int, n1: int, seen: Tensor | None) -> Tensor:
         """Keys or values n0:n1; what no query of the tile sees becomes 0: its NaN enters no product."""
-        tile = x[:, :, n0:n1].to(self.dtype)
+        tile = repeat(x[:, :, n0:n1].to(self.dtype), "b h n d -> b (h copies) n d", copies=self.copies)
         if seen is None:
             return tile
         return torch.where(seen.any(dim=3).any(dim=2).unsqueeze(-1), tile, 0.0)
+
+    def by_kv_head(self, grad: Tensor) -> Tensor:
+        """The gradient of a `kv_tile`, summed over the copies of a key head."""
+        return grad.unflatten(1, (-1, self.copies)).sum(dim=2)
+
+    def only_seen(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        """[B, Hkv, G * m, n], 0 where hidden: there a row that is NaN for a key it does see has no part."""
+        return x if seen is None else self.fold(self.unfold(x).masked_fill(~seen, 0.0))
 
 
 @_without_autocast
@@ -323,7 +335,7 @@ def attention_forward(
             l = torch.ones_like(m)  # noqa: E741
         acc = q_tile.new_zeros((*shape[:3], v.shape[-1]))
         for n0, n1 in tiling.kv_tiles(m0, m1):
-            tile = tiling.tile(q_tile, k[:, :, n0:n1].to(tiling.dtype), m0, m1, n0, n1)
+            tile = tiling.tile(q_tile, k, m0, m1, n0, n1)
             s = tiling.fold(tile.s)
             m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
             # a row that saw nothing yet: exp(-inf - 0) = 0
@@ -402,25 +414,24 @@ def attention_backward(
         delta_tile = torch.where(alive, tiling.rows(delta.unsqueeze(-1), m0, m1), 0.0)
         dq_tile = torch.zeros_like(q_tile)
         for n0, n1 in tiling.kv_tiles(m0, m1):
-            tile = tiling.tile(q_tile, k[:, :, n0:n1].to(tiling.dtype), m0, m1, n0, n1)
+            tile = tiling.tile(q_tile, k, m0, m1, n0, n1)
             k_tile, v_tile = (tiling.kv_tile(x, n0, n1, tile.visible) for x in (k, v))
-            p = torch.exp(tiling.fold(tile.s) - lse_tile)
+            p = tiling.only_seen(torch.exp(tiling.fold(tile.s) - lse_tile), tile.visible)
             dp = dout_tile @ v_tile.mT
             p_kept = p
             if tile.keep is not None:
                 p_kept, dp = p * tiling.fold(tile.keep), dp * tiling.fold(tile.keep)
-            ds = p * (dp - delta_tile)
+            ds = tiling.only_seen(p * (dp - delta_tile), tile.visible)
             if dmask is not None and attn_mask is not None:
                 part = rearrange(tiling.unfold(ds), "b hkv g m n -> b (hkv g) m n")
                 target = dmask[:, :, m0:m1] if dmask.shape[2] > 1 else dmask
                 target = target[..., n0:n1] if dmask.shape[3] > 1 else target
                 target += part.sum_to_size(target.shape)
             if tile.cap_slope is not None:
-                ds = ds * tiling.fold(tile.cap_slope)
-                if tile.visible is not None:  # the score of an unseen key may be NaN, and so its slope
-                    ds = ds.masked_fill(p == 0.0, 0.0)
-            dv[:, :, n0:n1] += p_kept.mT @ dout_tile
-            dk[:, :, n0:n1] += (ds.mT @ q_tile) * scale
+                # the score of an unseen key may be NaN, and so its slope
+                ds = tiling.only_seen(ds * tiling.fold(tile.cap_slope), tile.visible)
+            dv[:, :, n0:n1] += tiling.by_kv_head(p_kept.mT @ dout_tile)
+            dk[:, :, n0:n1] += tiling.by_kv_head(ds.mT @ q_tile) * scale
             dq_tile += (ds @ k_tile) * scale
         dq[:, :, m0:m1] = tiling.by_head(dq_tile)
     if dmask is not None and attn_mask is not None:

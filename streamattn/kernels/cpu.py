@@ -18,6 +18,8 @@ from torch import Tensor
 from streamattn.pattern import UNBOUNDED, hiding_limit, kv_span, visible
 
 BLOCK_M = 256
+MIN_PLAIN_KEYS = 16
+"""With fewer, less than a vector of floats, and no mask, a row of NaN passes for one that sees nothing."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,7 +29,7 @@ def _is_plain(
     q: Tensor, k: Tensor, masks: tuple[Tensor | None, ...], scale: float, window_left: int, window_right: int
 ) -> bool:
     """Whether one call of the fused kernel with or without its own causal flag is enough."""
-    if any(mask is not None for mask in masks) or window_left < UNBOUNDED:
+    if any(mask is not None for mask in masks) or window_left < UNBOUNDED or k.shape[2] < MIN_PLAIN_KEYS:
         return False
     if _sees_all(q, window_right):
         return True
@@ -38,6 +40,13 @@ def _is_plain(
 def _sees_all(q: Tensor, window_right: int) -> bool:
     """Whether the right limit hides nothing, as from one new query on a cache."""
     return window_right >= q.shape[2] - 1
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """``x`` itself, or a copy where rows share memory: the fused kernel's products take no such matrix."""
+    if x.stride(2) >= x.shape[3]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is
 
 
 def _stored_heads_last(x: Tensor) -> Tensor:
@@ -88,12 +97,31 @@ def _strips(
         yield slice(m0, m1), slice(n0, n1), seen, bias.masked_fill(~seen, -math.inf)
 
 
-def _seen_only(x: Tensor, seen: Tensor) -> Tensor:
-    """``x`` [B, Hkv, n, D], 0 at the keys that no query of the strip sees: their NaN reaches nothing."""
-    some = seen.any(dim=2)  # [b, h, n]
+def _some_seen(seen: Tensor, num_kv_heads: int) -> Tensor | None:
+    """Keys that some query of the strip sees, bool [b, h, n, 1]; None for all.
+
+    h is Hq where the heads of a group see different keys, else Hkv or 1.
+    """
+    some = seen.any(dim=2).unsqueeze(-1)
+    if bool(some.all()):
+        return None
     if some.shape[1] > 1:
-        some = some.unflatten(1, (x.shape[1], -1)).any(dim=2)
-    return torch.where(some.unsqueeze(-1), x, 0.0) if not bool(some.all()) else x
+        in_groups = some.unflatten(1, (num_kv_heads, -1))
+        if bool((in_groups == in_groups[:, :, :1]).all()):
+            return in_groups[:, :, 0]
+    return some
+
+
+def _only(x: Tensor, some: Tensor | None) -> Tensor:
+    """``x`` [B, Hkv, n, D] or [B, Hq, n, D], 0 at the keys that no query sees: their NaN reaches nothing.
+
+    Where heads of a group see different keys, each gets a copy of its own.
+    """
+    if some is None:
+        return x
+    if some.shape[1] > x.shape[1]:
+        x = x.repeat_interleave(some.shape[1] // x.shape[1], dim=1)
+    return torch.where(some, x, 0.0)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,6 +151,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """``out`` [B, Hq, Tq, D] stored [B, Tq, Hq, D], ``lse`` [B, Hq, Tq] float32 (float64 for float64)."""
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None
+    q, k, v = _rows_apart(q), _rows_apart(k), _rows_apart(v)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
         out, lse = _flash(q, k, v, 0.0, not _sees_all(q, window_right), scale=scale)
@@ -130,7 +159,8 @@ def attention_forward(
     out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
-        k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
+        some = _some_seen(seen, k.shape[1])
+        k_strip, v_strip = (_only(x[:, :, keys], some) for x in (k, v))
         out_strip, lse_strip = _flash(
             q[:, :, rows], k_strip, v_strip, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -163,6 +193,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """``(dq, dk, dv, None)`` of `attention_forward` in the inputs' dtype, stored [B, T, H, D]."""
     assert softcap == 0.0 and dropout_p == 0.0 and seed is None and dlse is None and not mask_grad
+    q, k, v = _rows_apart(q), _rows_apart(k), _rows_apart(v)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
         dq, dk, dv = _flash_backward(
@@ -173,7 +204,8 @@ def attention_backward(
     # strips add to dk and dv: sums in half precision would round at every strip
     dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
-        k_strip, v_strip = (_seen_only(x[:, :, keys], seen) for x in (k, v))
+        some = _some_seen(seen, k.shape[1])
+        k_strip, v_strip = (_only(x[:, :, keys], some) for x in (k, v))
         nothing = ~seen.any(dim=3)
         q_strip, dout_strip = (x[:, :, rows].masked_fill(nothing.unsqueeze(-1), 0.0) for x in (q, dout))
         lse_strip = lse[:, :, rows].masked_fill(nothing, 0.0)
@@ -190,6 +222,8 @@ def attention_backward(
             scale=scale,
         )
         dq[:, :, rows] = dq_strip
-        dk[:, :, keys] += dk_strip
-        dv[:, :, keys] += dv_strip
+        for grad, strip in ((dk, dk_strip), (dv, dv_strip)):
+            # an unseen key has no gradient, be a row NaN for what it does see
+            strip = _only(strip, some).unflatten(1, (k.shape[1], -1)).sum(dim=2, dtype=grad.dtype)
+            grad[:, :, keys] += strip
     return dq, dk.to(k.dtype), dv.to(v.dtype), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from streamattn import attention
 from streamattn.kernels import cpu
-from tests.cases import LAYOUTS, Case, expected, relative_errors
+from tests.cases import LAYOUTS, Case, Result, expected, judge, relative_errors
 
 Calls = list[tuple[Any, ...]]
 
@@ -89,3 +90,22 @@ def test_sums_over_strips_round_no_more_than_one_strip(options, monkeypatch):
         errors.append([relative_errors(x, want[name])[0] for x, name in ((dk, "dk"), (dv, "dv"))])
     for whole, strips in zip(*errors, strict=True):
         assert strips <= 1.3 * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("step", [0, 1, 8])
+@pytest.mark.parametrize("length", [2, 17])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": 3}], ids=str)
+def test_rows_that_share_memory(options, length, step, name, dtype):
+    """As windows that slide over one buffer: PyTorch's products of such matrices are wrong, or raise."""
+    inputs = Case(q_len=length, kv_len=length, **options).build(dtype)
+    storage = torch.randn(2, 2, 17 * 8 + 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    shared = storage.as_strided((2, 2, length, 16), (*storage.stride()[:2], step, 1)).requires_grad_()
+    inputs = replace(inputs, **{name: shared})
+    inputs.dlse.zero_()
+    want = expected(inputs)
+    out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="sdpa")
+    dq, dk, dv = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    del want.tensors["lse"]
+    judge(Result({"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}), want, dtype, options)
