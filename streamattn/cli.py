@@ -1,4 +1,4 @@
-"""The command line: ``streamattn info`` and ``streamattn finetune``; it only finds the command's own module.
+"""The command line, ``streamattn info | finetune | bench``: it only finds the command's own module.
 
 A command's module is imported when it is called, so that ``info`` works where transformers doesn't.
 """
@@ -13,6 +13,7 @@ from importlib import import_module
 _COMMANDS = {
     "info": "versions, devices, and which backends can be used here",
     "finetune": "train a causal language model: streamattn finetune configs/<name>.yaml [--key value ...]",
+    "bench": "measure beside other implementations: streamattn bench kernel --csv FILE",
 }
 
 

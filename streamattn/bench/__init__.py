@@ -1,1 +1,37 @@
-"""Benchmarks: each is a module to run, checks its results before it times them, and writes CSV."""
+"""The command ``streamattn bench``: it only finds the benchmark's own module, each of which can be run alone.
+
+Every benchmark checks its results before it times them and writes CSV.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+_BENCHMARKS = {
+    "kernel": ("runner", "attention beside other implementations on one GPU"),
+    "decode-layer": ("decode_layer", "host time of attention layers that decode, beside HuggingFace's"),
+}
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Run one benchmark.
+
+    Args:
+        argv: its name and its arguments.
+
+    Returns:
+        The benchmark's exit status; 2 where the name is none of ours.
+    """
+    name, *arguments = argv or [""]
+    if name in _BENCHMARKS:
+        return import_module(f"streamattn.bench.{_BENCHMARKS[name][0]}").main(arguments)
+    asked_for_help = name in ("-h", "--help")
+    stream = sys.stdout if asked_for_help else sys.stderr
+    if name and not asked_for_help:
+        print(f"streamattn bench: no benchmark {name!r}", file=stream)
+    print("usage: streamattn bench BENCHMARK [ARGUMENTS], with --help for its arguments", file=stream)
+    for each, (_, purpose) in _BENCHMARKS.items():
+        print(f"  {each:<13} {purpose}", file=stream)
+    return 0 if asked_for_help else 2

@@ -1,15 +1,17 @@
 """Times what the host does for an attention layer that decodes, beside HuggingFace's on PyTorch's attention.
 
-``python -m streamattn.bench.decode_layer --csv results.csv``. Three cases: the attention function alone, one
-query [1, H, 1, D] on a fixed number of keys; the attention layers of a GPT-2; those of a Llama. The layers
-are called as their models call them, with the arguments of a decoding step and a dynamic cache that grows by
-one token each time; a step goes through all layers of a model, and its time is divided by their number.
+``streamattn bench decode-layer --csv results.csv``. Three cases: the attention function alone, one query
+[1, H, 1, D] on a fixed number of keys; the attention layers of a GPT-2; those of a Llama. The layers are
+called as their models call them, with the arguments of a decoding step and a dynamic cache that grows by one
+token each time; a round goes through all layers of a model, and its time is divided by their number.
 
-A time is the host's alone: a round queues some calls and waits for the device only after the clock has
-stopped. Rounds of both sides take turns, and their medians are reported, no gradient wanted. Without a GPU
-the same runs on one thread of the CPU, with narrow layers, so that the host's time still outweighs the
-arithmetic. Left out on purpose: the work of the device, prefill, and static caches, whose models are
-compiled.
+Three sides, each with a cache of its own, of one length: PyTorch's attention as it chooses its backend
+itself; the same without cuDNN, which prepares a plan for every length that it meets first, milliseconds each,
+and so for every token of a growing cache; and ours. A time is the host's alone: a round queues its calls and
+waits for the device only after the clock has stopped. Rounds of the sides take turns, and their medians are
+reported, no gradient wanted. Without a GPU the same runs on one thread of the CPU, with narrow layers, so
+that the host's time still outweighs the arithmetic. Left out on purpose: the work of the device, prefill, and
+static caches, whose models are compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 import copy
 import inspect
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -29,17 +31,22 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patches import patch_model
 from patches.hf import CACHE_NAMES
-from streamattn.bench import results
+from streamattn.bench.results import csv_file
 from streamattn.functional import attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TOKENS = 4  # decoded in a round: few enough for the queue of a device to take them all without waiting
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Round = Callable[[], float]
-"""Does some calls and returns the microseconds that each took."""
+"""Calls every layer once and returns the microseconds that each call took.
+
+No more than one token: a device queues 1,024 launches, and then the host waits for it. Twelve layers of some
+25 kernels make 300 of them; four tokens would be timed as the device's time.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One case, one line of the CSV; times in microseconds of the host for each call."""
+    """One case, one line of the CSV; times in microseconds of the host for each call.
+
+    ``sdpa_flash`` is PyTorch's attention without cuDNN, the difference that of ours to the faster of the two.
+    """
 
     device: str
     torch: str
@@ -72,6 +82,7 @@ class Row:
     head_dim: int
     keys: int
     sdpa_us: float
+    sdpa_flash_us: float
     streamattn_us: float
     difference_us: float
 
@@ -82,28 +93,35 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def function_rounds(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Round, Round]:
-    """Rounds of PyTorch's function and of `attention`, one query on as many keys as ``shape`` says."""
+def without_cudnn(one_round: Round) -> Round:
+    """The round with PyTorch's attention kept from cuDNN; the choice is made outside of the clock."""
+
+    def restricted() -> float:
+        with sdpa_kernel(WITHOUT_CUDNN):
+            return one_round()
+
+    return restricted
+
+
+def function_rounds(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Round, Round, Round]:
+    """Rounds of PyTorch's function twice and of `attention`, one query on as many keys as ``shape`` says."""
     q = torch.randn(1, shape.num_heads, 1, shape.head_dim, device=device, dtype=dtype)
     k, v = (
         torch.randn(1, shape.num_heads, shape.keys, shape.head_dim, device=device, dtype=dtype)
         for _ in range(2)
     )
-    calls = TOKENS * shape.layers
 
     def timed(call: Callable[[], Any]) -> Round:
         def one_round() -> float:
             start = perf_counter()
-            for _ in range(calls):
+            for _ in range(shape.layers):
                 call()
-            return (perf_counter() - start) / calls * 1e6
+            return (perf_counter() - start) / shape.layers * 1e6
 
         return one_round
 
-    return (
-        timed(lambda: F.scaled_dot_product_attention(q, k, v)),
-        timed(lambda: attention(q, k, v, causal=True)),
-    )
+    theirs = timed(lambda: F.scaled_dot_product_attention(q, k, v))
+    return theirs, without_cudnn(theirs), timed(lambda: attention(q, k, v, causal=True))
 
 
 def gpt2(shape: Shape) -> nn.Module:
@@ -163,26 +181,25 @@ class Layers:
             handle.remove()
 
     def one_round(self) -> float:
-        """Decodes `TOKENS` tokens more, on a cache that grows by as many."""
+        """Decodes one token more, on a cache that grows by it."""
         start = perf_counter()
-        for _ in range(TOKENS):
-            for layer, args, kwargs in self.calls:
-                layer(*args, **kwargs)
-        return (perf_counter() - start) / (TOKENS * len(self.calls)) * 1e6
+        for layer, args, kwargs in self.calls:
+            layer(*args, **kwargs)
+        return (perf_counter() - start) / len(self.calls) * 1e6
 
 
 def layer_rounds(
     make: Callable[[Shape], nn.Module], shape: Shape, device: str, dtype: torch.dtype
-) -> tuple[Round, Round]:
-    """Rounds of a model's layers as HuggingFace made them and of the same ones patched."""
+) -> tuple[Round, Round, Round]:
+    """Rounds of a model's layers as HuggingFace made them, of the same without cuDNN, and of the patched."""
     model = make(shape).to(device, dtype).eval()
-    patched = patch_model(copy.deepcopy(model))
-    theirs, ours = (Layers(each, shape, device) for each in (model, patched))
-    return theirs.one_round, ours.one_round
+    models = (model, copy.deepcopy(model), patch_model(copy.deepcopy(model)))
+    theirs, flash, ours = (Layers(each, shape, device).one_round for each in models)
+    return theirs, without_cudnn(flash), ours
 
 
-def medians(rounds: tuple[Round, ...], repeats: int) -> Iterator[float]:
-    """Median of each round over ``repeats`` turns, after one tenth as many to warm up."""
+def medians(rounds: Sequence[Round], repeats: int) -> list[float]:
+    """Median of each side over ``repeats`` turns, after one tenth as many to warm up."""
     turns = []
     for _ in range(repeats // 10 + 2 + repeats):
         turn = []
@@ -191,17 +208,27 @@ def medians(rounds: tuple[Round, ...], repeats: int) -> Iterator[float]:
             turn.append(one_round())
         turns.append(turn)
     synchronize()
-    yield from (statistics.median(times) for times in zip(*turns[-repeats:], strict=True))
+    return [statistics.median(times) for times in zip(*turns[-repeats:], strict=True)]
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs all cases, prints a table, and writes the CSV."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all cases, prints a table, and writes the CSV.
+
+    Args:
+        argv: see ``--help``; None = the process's arguments.
+
+    Returns:
+        The exit status, 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="streamattn bench decode-layer",
+        description="Times what the host does for attention layers that decode, beside HuggingFace's.",
+    )
     parser.add_argument("--keys", type=int, default=256, help="in the cache at first")
     parser.add_argument("--layers", type=int, default=12, help="of each model")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
     parser.add_argument("--repeats", type=int, default=100, help="rounds of each side")
-    parser.add_argument("--csv", required=True, help="where the measurements go")
+    parser.add_argument("--csv", required=True, help="where the measurements go; an older file is replaced")
     options = parser.parse_args(argv)
     if torch.cuda.is_available():
         device, name = "cuda", torch.cuda.get_device_name()
@@ -211,19 +238,18 @@ def main(argv: list[str] | None = None) -> None:
         dtype, shape = options.dtype or "float32", Shape(4, 8, options.keys, options.layers)
         torch.set_num_threads(1)
 
-    cases: dict[str, Callable[[], tuple[Round, Round]]] = {
+    cases: dict[str, Callable[[], tuple[Round, Round, Round]]] = {
         "attention": lambda: function_rounds(shape, device, DTYPES[dtype]),
         "GPT-2 layer": lambda: layer_rounds(gpt2, shape, device, DTYPES[dtype]),
         "Llama layer": lambda: layer_rounds(llama, shape, device, DTYPES[dtype]),
     }
-    rows: list[Row] = []
-    table = Table("case", "sdpa us", "streamattn us", "difference us")
-    with torch.no_grad():
+    table = Table("case", "sdpa us", "sdpa without cuDNN us", "streamattn us", "to the faster us")
+    with torch.no_grad(), csv_file(options.csv, Row) as write:
         for case, make in cases.items():
-            theirs, ours = (round(time, 1) for time in medians(make(), options.repeats))
-            difference = round(ours - theirs, 1)
-            table.add_row(case, f"{theirs:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
-            rows.append(
+            theirs, flash, ours = (round(time, 1) for time in medians(make(), options.repeats))
+            difference = round(ours - min(theirs, flash), 1)
+            table.add_row(case, f"{theirs:.1f}", f"{flash:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
+            write(
                 Row(
                     device=name,
                     torch=torch.__version__,
@@ -234,13 +260,14 @@ def main(argv: list[str] | None = None) -> None:
                     head_dim=shape.head_dim,
                     keys=shape.keys,
                     sdpa_us=theirs,
+                    sdpa_flash_us=flash,
                     streamattn_us=ours,
                     difference_us=difference,
                 )
             )
-    results.write(options.csv, rows)
     Console(width=110).print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""What is measured: cases, the sets of them that the command line names, their operations and their inputs.
+
+The work is that of FlashAttention's benchmarks: a constant number of tokens, heads times head_dim constant,
+storage [B, S, H, D], random data. As many queries as keys. TFLOP/s count 4 * D operations for each visible
+pair of query and key forward, 2.5 times that backward; dropout changes nothing of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamattn.pattern import UNBOUNDED, count_pairs
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PASSES = {"forward": 4.0, "backward": 10.0}
+"""Operations of a pass for each visible pair and column of a head."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape under one pattern.
+
+    Attributes:
+        case: name of the set it belongs to.
+        dtype: a name in `DTYPES`.
+        batch: B.
+        num_heads: query heads.
+        num_kv_heads: key heads.
+        seq_len: S, queries and keys of a row.
+        head_dim: D.
+        causal: whether a query sees no key after its own place.
+        window: keys up to and including its own that a query sees; None = all.
+        document: tokens of each of the documents that a row is packed of, a divisor of S; None = not packed.
+        dropout_p: probability of dropping an attention weight.
+    """
+
+    case: str
+    dtype: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    document: int | None = None
+    dropout_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not self.causal:
+            raise ValueError("a window reaches back from a query's own place; give causal=True with it")
+        if self.document is not None and self.seq_len % self.document:
+            raise ValueError(
+                f"document must be a divisor of seq_len, got {self.document} and {self.seq_len}; change one"
+            )
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither window, nor document, nor dropout."""
+        return self.window is None and self.document is None and self.dropout_p == 0.0
+
+    @property
+    def label(self) -> str:
+        """A few words for a table."""
+        extras = {
+            f"window {self.window}": self.window is not None,
+            f"documents of {self.document}": self.document is not None,
+            f"dropout {self.dropout_p}": self.dropout_p > 0.0,
+        }
+        words = ["causal" if self.causal else "full", *(words for words, used in extras.items() if used)]
+        return ", ".join(words)
+
+    def pairs(self) -> int:
+        """Visible pairs of query and key, of one head of one row."""
+        length = self.document or self.seq_len
+        left = UNBOUNDED if self.window is None else self.window - 1
+        right = 0 if self.causal else UNBOUNDED
+        return self.seq_len // length * count_pairs(length, length, left, right)
+
+    def flops(self, which: str) -> float:
+        """Floating-point operations of a pass, a name in `PASSES`."""
+        return PASSES[which] * self.batch * self.num_heads * self.head_dim * self.pairs()
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Random q, k, v and dout: views [B, H, S, D] of storage [B, S, H, D]."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        q, k, v, dout = (
+            torch.randn(
+                self.batch, self.seq_len, count, self.head_dim, device=device, dtype=DTYPES[self.dtype]
+            ).transpose(1, 2)
+            for count in heads
+        )
+        return q, k, v, dout
+
+    def segments(self, device: torch.device) -> Tensor | None:
+        """The number of its document for every token, int32 [B, S]; None where rows are not packed."""
+        if self.document is None:
+            return None
+        places = torch.arange(self.seq_len, device=device, dtype=torch.int32)
+        return (places // self.document).expand(self.batch, self.seq_len)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The options of the sets: the lengths and head dimensions of the sweep, and what all sets share."""
+
+    head_dims: Sequence[int]
+    seq_lens: Sequence[int]
+    tokens: int
+    hidden: int
+    dtype: str
+
+
+def _sweep(options: Sweep) -> list[Case]:
+    found = []
+    for head_dim in options.head_dims:
+        heads = max(1, options.hidden // head_dim)
+        for causal in (False, True):
+            for seq_len in options.seq_lens:
+                batch = max(1, options.tokens // seq_len)
+                found.append(Case("sweep", options.dtype, batch, heads, heads, seq_len, head_dim, causal))
+    return found
+
+
+def _gpt2(options: Sweep) -> list[Case]:
+    return [Case("gpt2", options.dtype, 16, 12, 12, 1024, 64, True)]
+
+
+def _grouped(options: Sweep) -> list[Case]:
+    shapes = ((4, 4096), (1, 16384))
+    return [Case("grouped", options.dtype, batch, 32, 8, seq_len, 128, True) for batch, seq_len in shapes]
+
+
+def _window(options: Sweep) -> list[Case]:
+    return [
+        Case("window", options.dtype, 1, heads, heads, 16384, head_dim, True, window=window)
+        for heads, head_dim in ((32, 64), (16, 128))
+        for window in (1024, None)
+    ]
+
+
+def _documents(options: Sweep) -> list[Case]:
+    return [
+        Case("documents", options.dtype, batch, heads, heads, seq_len, head_dim, True, document=document)
+        for heads, head_dim in ((32, 64), (16, 128))
+        for batch, seq_len, document in ((1, 16384, 1024), (16, 1024, None))
+    ]
+
+
+def _dropout(options: Sweep) -> list[Case]:
+    return [
+        Case("dropout", options.dtype, 4, heads, heads, 4096, head_dim, True, dropout_p=dropout_p)
+        for heads, head_dim in ((32, 64), (16, 128))
+        for dropout_p in (0.1, 0.0)
+    ]
+
+
+SETS: dict[str, Callable[[Sweep], list[Case]]] = {
+    "sweep": _sweep,
+    "gpt2": _gpt2,
+    "grouped": _grouped,
+    "window": _window,
+    "documents": _documents,
+    "dropout": _dropout,
+}
+"""Sets of cases. The last three hold each pattern beside the same work without it: all keys, the documents
+as a batch, no dropout."""

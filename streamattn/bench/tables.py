@@ -1,0 +1,178 @@
+"""What a run found: its rows, and the tables that are printed of them.
+
+Speeds of all providers side by side, means against the best peer, what patterns cost, what wasn't measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider on one case, one line of the CSV.
+
+    Times are milliseconds: ``_ms`` by events, ``_graph_ms`` in a CUDA graph; ``_to_best`` is the time of the
+    fastest peer over this one; ``sm_mhz`` the clock during the last turns; ``peak_mib`` what all passes asked
+    for take beyond the inputs; ``spread`` the largest relative difference of two turns.
+    """
+
+    device: str
+    driver: str | None
+    torch: str
+    triton: str | None
+    sm_mhz: str | None
+    case: str
+    dtype: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    document: int | None
+    dropout_p: float
+    provider: str
+    version: str
+    status: str
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    forward_tflops: float | None = None
+    backward_tflops: float | None = None
+    forward_to_best: float | None = None
+    backward_to_best: float | None = None
+    forward_graph_ms: float | None = None
+    backward_graph_ms: float | None = None
+    forward_graph_tflops: float | None = None
+    backward_graph_tflops: float | None = None
+    forward_graph_to_best: float | None = None
+    backward_graph_to_best: float | None = None
+    peak_mib: float | None = None
+    spread: float | None = None
+
+
+def _cases(rows: Sequence[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
+    """Rows by case and provider, in their order."""
+    found: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        shape = (row.batch, row.num_heads, row.num_kv_heads, row.seq_len, row.head_dim)
+        masks = (row.causal, row.window, row.document, row.dropout_p)
+        found.setdefault((row.case, *shape, *masks), {})[row.provider] = row
+    return found
+
+
+def _table(title: str, *headings: str) -> Table:
+    return Table(*headings, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def pattern(row: Row) -> str:
+    """The pattern of a case in a word or two."""
+    words = ["causal" if row.causal else "full"]
+    words += [f"w {row.window}"] if row.window is not None else []
+    words += [f"doc {row.document}"] if row.document is not None else []
+    words += [f"p {row.dropout_p}"] if row.dropout_p else []
+    return " ".join(words)
+
+
+def is_plain(row: Row) -> bool:
+    """Whether there is neither window, nor document, nor dropout."""
+    return row.window is row.document is None and row.dropout_p == 0.0
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of one value or more, all positive."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
+    """TFLOP/s of every provider in every case, and the first of ours against the best peer."""
+    names = list(dict.fromkeys(row.provider for row in rows))
+    headings = [name.replace("streamattn-", "").replace("sdpa_", "") for name in names]
+    table = _table(f"{column}, TFLOP/s", "case", "D", "mask", "shape", *headings)
+    if ours:
+        table.add_column("to best")
+    for case in _cases(rows).values():
+        row = next(iter(case.values()))
+        heads = (
+            f"{row.num_heads}" if row.num_heads == row.num_kv_heads else f"{row.num_heads}:{row.num_kv_heads}"
+        )
+        cells = []
+        for name in names:
+            each = case.get(name)
+            speed = getattr(each, f"{column}_tflops", None)
+            cells.append("-" if speed is None else f"{speed:.0f}")
+        if ours:
+            ratio = getattr(case.get(ours[0]), f"{column}_to_best", None)
+            cells.append("-" if ratio is None else f"{ratio:.2f}")
+        shape = f"{row.batch}x{row.seq_len}x{heads}"
+        table.add_row(row.case, str(row.head_dim), pattern(row), shape, *cells)
+    return table
+
+
+def means(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
+    """Geometric means of the sweep against the best peer of each case, and the worst case."""
+    table = _table(f"{column}, best peer's time / ours", "provider", "D", "full", "causal", "both", "least")
+    for name in ours:
+        for head_dim in dict.fromkeys(row.head_dim for row in rows):
+            ratios = {
+                causal: [
+                    ratio
+                    for row in rows
+                    if (row.case, row.provider, row.head_dim, row.causal) == ("sweep", name, head_dim, causal)
+                    and (ratio := getattr(row, f"{column}_to_best")) is not None
+                ]
+                for causal in (False, True)
+            }
+            both = [*ratios[False], *ratios[True]]
+            if both:
+                sides = (ratios[False], ratios[True], both)
+                cells = [f"{geometric_mean(each):.3f}" if each else "-" for each in sides]
+                table.add_row(name, str(head_dim), *cells, f"{min(both):.3f}")
+    return table
+
+
+def costs(rows: Sequence[Row], column: str) -> Table:
+    """The time under a pattern over the time of the same provider without it, in the sets that hold both."""
+    table = _table(f"{column}, costs of patterns", "case", "D", "pattern", "provider", "time / without")
+    plain = {(row.case, row.head_dim, row.provider): row for row in rows if is_plain(row)}
+    for row in rows:
+        without = plain.get((row.case, row.head_dim, row.provider))
+        if is_plain(row) or without is None:
+            continue
+        times = [getattr(each, f"{column}_ms") for each in (row, without)]
+        if None not in times:
+            ratio = f"{times[0] / times[1]:.3f}"
+            table.add_row(row.case, str(row.head_dim), pattern(row), row.provider, ratio)
+    return table
+
+
+def notes(rows: Sequence[Row]) -> Table:
+    """What was not measured, and why."""
+    table = _table("not measured", "provider", "why", "cases")
+    found: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.status != "ok":
+            found[row.provider, row.status] = found.get((row.provider, row.status), 0) + 1
+    for (name, why), count in found.items():
+        table.add_row(name, why, str(count))
+    return table
+
+
+def report(rows: Sequence[Row], columns: Sequence[str], ours: Sequence[str]) -> Iterator[Table]:
+    """All tables that have a line.
+
+    Args:
+        rows: of one run.
+        columns: beginnings of the names of their fields, such as ``forward_graph``.
+        ours: providers that are measured against the others, the most important one first.
+    """
+    found = [notes(rows)]
+    for column in columns:
+        found += [speeds(rows, column, ours), costs(rows, column), means(rows, column, ours)]
+    yield from (table for table in found if table.row_count)

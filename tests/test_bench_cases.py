@@ -1,0 +1,99 @@
+"""Which cases the benchmark has, and how many pairs and operations they count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from streamattn.bench.cases import SETS, Case, Sweep
+from tests.oracle import visible_pairs
+
+SWEEP = Sweep(head_dims=(64, 128), seq_lens=(512, 32768), tokens=16384, hidden=2048, dtype="float16")
+SMALL = Case("sweep", "float32", 2, 4, 2, 48, 16, True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        replace(SMALL, causal=False),
+        replace(SMALL, window=5),
+        replace(SMALL, window=100),
+        replace(SMALL, document=16),
+        replace(SMALL, document=16, causal=False),
+        replace(SMALL, document=16, window=5),
+    ],
+    ids=lambda case: case.label,
+)
+def test_pairs_are_those_that_can_be_seen(case: Case) -> None:
+    seen = visible_pairs(
+        1,
+        case.seq_len,
+        case.seq_len,
+        causal=case.causal,
+        window_size=case.window,
+        segment_ids=None if case.document is None else torch.arange(48)[None] // case.document,
+    )
+    pairs = int(seen.sum())
+    assert case.pairs() == pairs
+    assert case.flops("forward") == 4 * 2 * 4 * 16 * pairs
+    assert case.flops("backward") == 2.5 * case.flops("forward")
+
+
+def test_the_sweep_keeps_tokens_and_hidden_size() -> None:
+    cases = SETS["sweep"](SWEEP)
+    shapes = [(case.head_dim, case.causal, case.batch, case.seq_len, case.num_heads) for case in cases]
+    assert shapes == [
+        (head_dim, causal, batch, seq_len, heads)
+        for head_dim, heads in ((64, 32), (128, 16))
+        for causal in (False, True)
+        for batch, seq_len in ((32, 512), (1, 32768))
+    ]
+    assert all(case.dtype == "float16" and case.plain for case in cases)
+
+
+def test_gpt2_and_grouped_heads() -> None:
+    (gpt2,) = SETS["gpt2"](SWEEP)
+    assert (gpt2.batch, gpt2.seq_len, gpt2.num_heads, gpt2.head_dim, gpt2.causal) == (16, 1024, 12, 64, True)
+    assert {(case.num_heads, case.num_kv_heads) for case in SETS["grouped"](SWEEP)} == {(32, 8)}
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "dropout"])
+def test_patterns_stand_beside_the_same_work_without_them(name: str) -> None:
+    cases = SETS[name](SWEEP)
+    for head_dim in (64, 128):
+        pattern, plain = [case for case in cases if case.head_dim == head_dim]
+        assert not pattern.plain
+        assert plain.plain
+        assert pattern.batch * pattern.seq_len == plain.batch * plain.seq_len
+        if name != "window":
+            assert pattern.flops("forward") == plain.flops("forward")
+    assert all(case.case == name for case in cases)
+
+
+def test_inputs_are_stored_token_by_token_and_differ() -> None:
+    q, k, v, dout = replace(SMALL, dtype="bfloat16").tensors(torch.device("cpu"))
+    assert [x.shape for x in (q, k, v, dout)] == [(2, heads, 48, 16) for heads in (4, 2, 2, 4)]
+    assert all(x.transpose(1, 2).is_contiguous() and x.dtype == torch.bfloat16 for x in (q, k, v, dout))
+    assert not torch.equal(k, v)
+    assert not torch.equal(q, dout)
+
+
+def test_segments_number_the_documents() -> None:
+    segments = replace(SMALL, document=16).segments(torch.device("cpu"))
+    assert segments is not None
+    assert segments.dtype == torch.int32
+    assert torch.equal(segments, (torch.arange(48) // 16).int().expand(2, 48))
+    assert SMALL.segments(torch.device("cpu")) is None
+
+
+def test_documents_fill_the_row() -> None:
+    with pytest.raises(ValueError, match="divisor of seq_len, got 20 and 48"):
+        replace(SMALL, document=20)
+
+
+def test_a_window_is_causal() -> None:
+    with pytest.raises(ValueError, match="causal=True"):
+        replace(SMALL, window=4, causal=False)

@@ -1,0 +1,168 @@
+"""Each provider's call is right on the CPU where it can run there; absent ones say why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from streamattn import attention
+from streamattn.bench.cases import Case
+from streamattn.bench.gate import Gate
+from streamattn.bench.providers import PROVIDERS, Unsupported, find
+
+CPU = torch.device("cpu")
+CASE = Case("sweep", "float32", 2, 4, 2, 64, 16, True)
+PATTERNS = [
+    CASE,
+    replace(CASE, causal=False),
+    replace(CASE, num_kv_heads=4),
+    replace(CASE, window=5),
+    replace(CASE, document=16),
+]
+
+
+def judge(name: str, case: Case) -> None:
+    provider = PROVIDERS[name]()
+    gate = Gate(case, case.tensors(CPU))
+    with provider.around():
+        gate.check(provider.bind, provider.bind(case, CPU), backward=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
+@pytest.mark.parametrize("name", ["streamattn", "sdpa_flash", "flex"])
+def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    if name == "sdpa_flash" and not case.plain:
+        with pytest.raises(Unsupported, match="but as a mask"):
+            judge(name, case)
+    elif name == "flex":
+        provider, gate = PROVIDERS[name](), Gate(case, case.tensors(CPU))
+        gate.check(provider.bind, provider.bind(case, CPU), backward=False)  # it has no backward on a CPU
+    else:
+        judge(name, case)
+
+
+def flash_package(name: str, monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
+    """A module with FlashAttention-3's functions, computed by the reference."""
+    module = ModuleType(name)
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention(q, k, v, causal=causal, window_size=window_size).transpose(1, 2)
+        return (out, None) if with_lse else out
+
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False
+    ):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert cu_seqlens_q[-1] == q.shape[0]
+        assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+        assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
+        ends = cu_seqlens_q.tolist()
+        parts = [
+            flash_attn_func(*(x[None, start:end] for x in (q, k, v)), causal=causal)
+            for start, end in pairwise(ends)
+        ]
+        return torch.cat([part[0][0] if with_lse else part[0] for part in parts])
+
+    vars(module).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    ("provider", "package", "with_lse"),
+    [
+        ("fa3", "flash_attn_interface", True),
+        ("fa3", "fa3_fwd_interface", False),
+        ("fa4", "flash_attn.cute", True),
+    ],
+)
+def test_flash_attention_is_called_rightly(
+    provider: str, package: str, with_lse: bool, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_package(package, monkeypatch, with_lse)
+    judge(provider, case)
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4", "flex"])
+def test_no_dropout_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_package("flash_attn_interface", monkeypatch, False)
+    flash_package("flash_attn.cute", monkeypatch, False)
+    with pytest.raises(Unsupported, match="it has no dropout"):
+        PROVIDERS[name]().bind(replace(CASE, dropout_p=0.1), CPU)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path=None, target=None):
+            if name in names:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+
+
+def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "flash_attn_interface", "fa3_fwd_interface", "flash_attn")
+    found, absent = find(list(PROVIDERS))
+    assert set(absent) == {"fa3", "fa4"}
+    assert set(found) == set(PROVIDERS) - set(absent)
+    assert (
+        absent["fa3"] == "no module flash_attn_interface or fa3_fwd_interface; pip install fa3-fwd brings it"
+    )
+    assert "flash-attn-4" in absent["fa4"]
+
+
+def test_a_peer_that_fails_to_load_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('undefined symbol: x')\n")
+    (tmp_path / "fa3_fwd_interface.py").write_text("import no_such_thing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    assert find(["fa3"])[1] == {"fa3": "flash_attn_interface can't be imported: OSError: undefined symbol: x"}
+    hide(monkeypatch, "flash_attn_interface")
+    assert find(["fa3"])[1] == {"fa3": "fa3_fwd_interface misses no_such_thing"}
+
+
+def test_flex_compiles_afresh_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict] = []
+    resets: list[int] = []
+
+    def compile(function, **options):
+        compiled.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(compiled)))
+    provider = PROVIDERS["flex"]()
+    for case in PATTERNS[:3]:
+        provider.bind(case, CPU)
+    assert compiled == [{"dynamic": False}] * 3
+    assert resets == [0, 1, 2]
+
+
+def test_flex_skips_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern reaches it as blocks to visit, not as a score that is hidden."""
+    masks: list[flex_attention.BlockMask] = []
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, *, block_mask, enable_gqa: bool) -> Tensor:
+        masks.append(block_mask)
+        return q
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: noting)
+    for window in (None, 128):
+        case = replace(CASE, seq_len=512, window=window)
+        q, k, v, _ = case.tensors(CPU)
+        PROVIDERS["flex"]().bind(case, CPU)(q, k, v)
+    causal, window = (mask.to_dense().sum().item() for mask in masks)
+    assert (causal, window) == (10, 7)

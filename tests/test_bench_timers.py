@@ -1,0 +1,88 @@
+"""Medians, cleared caches and graphs, on an imagined device whose time is what its work says."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from streamattn.bench import timers
+
+
+class Device:
+    """Work takes ``ms[i % len(ms)]``, clearing the cache 1000; a graph replays what was called in it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: list[float]) -> None:
+        self.now, self.calls, self.cleared, self.ms = 0.0, 0, 0, ms
+        self.capturing: list[float] | None = None
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = device.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class Scratch:
+            def zero_(self) -> None:
+                device.cleared += 1
+                device.now += 1000.0
+
+        class Graph:
+            times: list[float]
+
+            def replay(self) -> None:
+                device.now += sum(self.times)
+
+        @contextmanager
+        def graph(captured: Graph, stream: str):
+            assert stream == "the current one"
+            device.capturing = captured.times = []
+            yield
+            device.capturing = None
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current one")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(timers.torch, "empty", lambda *size, **options: Scratch())
+
+    def work(self) -> None:
+        time = self.ms[self.calls % len(self.ms)]
+        self.calls += 1
+        if self.capturing is None:
+            self.now += time
+        else:
+            self.capturing.append(time)
+
+
+def test_events_give_the_median_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, [1.0, 2.0, 50.0])
+    measure = timers.events(device.work, 5)
+    assert device.calls == 3, "warmed up"
+    assert measure() == 2.0  # of 1, 2, 50, 1, 2
+    assert (device.calls, device.cleared) == (8, 5)
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.5, 16), (3.0, 3), (100.0, 1), (0.001, timers.MOST_CALLS)])
+def test_graphs_give_the_time_of_one_of_many_calls(
+    ms: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch, [ms])
+    measure = timers.graph(device.work, 5)
+    prepared = device.calls
+    assert prepared - 6 == calls  # three warm up, three estimate
+    cleared = device.cleared
+    assert measure() == pytest.approx(ms)
+    assert (device.calls, device.cleared) == (prepared, cleared), "replayed, the cache left alone"
+
+
+def test_memory_is_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert timers.peak_mib(lambda: None) is None
