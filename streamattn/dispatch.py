@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ class Backend(str, Enum):
     SDPA = "sdpa"
     TRITON = "triton"
     HOPPER = "hopper"
+
+
+class Masks(NamedTuple):
+    """The tensors of a call that decide who sees whom, and its sinks; as `streamattn.ops` takes them."""
+
+    attn_mask: Tensor | None = None
+    q_segments: Tensor | None = None
+    kv_segments: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 BACKEND_NAMES = tuple(backend.value for backend in Backend)
@@ -65,7 +76,7 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
         )
     if backend in (Backend.TRITON, Backend.HOPPER):
         kind = device.type
-        interpreted = kind == "cpu" and _interpreting() and backend is Backend.TRITON
+        interpreted = kind == "cpu" and backend is Backend.TRITON and _interpreting()
         if not interpreted and kind != "cuda":
             return f"its kernels need an NVIDIA GPU, and the tensors are on {kind.upper()}"
         if not interpreted and torch.version.hip is not None:
@@ -94,7 +105,7 @@ def unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plain: bool,
+    masks: Masks,
     scale: float,
     window_left: int,
     softcap: float,
@@ -107,7 +118,7 @@ def unsupported(
         q: [B, Hq, Tq, D].
         k: [B, Hkv, Tk, D].
         v: [B, Hkv, Tk, Dv].
-        plain: whether there is no mask, no segment, no length and no sink.
+        masks: see `Masks`.
         scale: factor of the scores.
         window_left: keys before its own place that a query sees, `pattern.UNBOUNDED` = all.
         softcap: 0 = none.
@@ -138,13 +149,22 @@ def unsupported(
     if 0 in q_shape or 0 in v_shape:
         return "it can't take empty tensors"
     if backend is Backend.HOPPER:
-        if not plain or softcap > 0.0 or dropout_p > 0.0:
-            return "it does no mask, segments, lengths, sinks, softcap or dropout"
-        return _unsupported_by_hopper(q, k, v, scale, window_left)
+        return _unsupported_by_hopper(q, k, v, masks, scale, window_left, dropout_p)
     return None
 
 
-def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int) -> str | None:
+def _unsupported_by_hopper(
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks, scale: float, window_left: int, dropout_p: float
+) -> str | None:
+    if masks.attn_mask is not None or masks.sinks is not None:
+        return "it does neither attn_mask nor sinks"
+    if masks.q_segments is not None and masks.kv_segments is not None:
+        if not _same(masks.q_segments, masks.kv_segments):
+            return "it takes one segment_ids tensor for queries and keys, and got a pair"
+        if masks.kv_lengths is not None:
+            return "it takes segment_ids or kv_lengths, and got both"
+    if masks.kv_lengths is not None and dropout_p > 0.0:
+        return "it does no dropout with kv_lengths"
     if q.dtype == torch.float32:
         return "it takes float16 and bfloat16, got torch.float32"
     head_dim, q_len = q.shape[-1], q.shape[-2]
@@ -160,6 +180,9 @@ def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window
     if window_left < k.shape[-2] - q_len:
         return "the window leaves keys that no query sees, and what they hold must not reach the output"
     for x in (q, k, v):
+        b, h, t, _ = x.stride()
+        if x.data_ptr() % 16 == 0 and (b | h | t) % 8 == 0 and b > 0 and h > 0 and t > 0:
+            continue
         if x.data_ptr() % 16 or any(
             stride % 8 or stride <= 0
             for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
@@ -169,12 +192,16 @@ def _unsupported_by_hopper(q: Tensor, k: Tensor, v: Tensor, scale: float, window
     return None
 
 
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+
+
 def choose(
     backend: Backend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plain: bool,
+    masks: Masks,
     scale: float,
     window_left: int,
     softcap: float,
@@ -189,7 +216,7 @@ def choose(
         ValueError: an explicit backend can't serve the call; the message says why.
     """
     if backend is not Backend.AUTO:
-        reason = unsupported(backend, q, k, v, plain, scale, window_left, softcap, dropout_p)
+        reason = unsupported(backend, q, k, v, masks, scale, window_left, softcap, dropout_p)
         if reason is not None:
             raise ValueError(
                 f"backend='{backend.value}' can't serve this call: {reason}; or use backend='auto'"
@@ -202,6 +229,6 @@ def choose(
     else:
         candidates = (Backend.HOPPER, Backend.TRITON)
     for fused in candidates:
-        if unsupported(fused, q, k, v, plain, scale, window_left, softcap, dropout_p) is None:
+        if unsupported(fused, q, k, v, masks, scale, window_left, softcap, dropout_p) is None:
             return fused
     return Backend.REFERENCE

@@ -24,7 +24,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn import Parameter
 
-from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, choose
+from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, Masks, choose
 from streamattn.pattern import open_sides
 
 _OPTIONS = (
@@ -87,11 +87,16 @@ def _forward(
     backend: str,
     kind: Hashable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    plain = attn_mask is q_segments is kv_segments is kv_lengths is sinks is None
-    chosen = choose(_BACKENDS[backend], q, k, v, plain, scale, window_left, softcap, dropout_p)
+    masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
     if chosen is Backend.HOPPER:
-        return forward(q, k, v, scale, window_left, window_right)
+        options = (scale, window_left, window_right, softcap, dropout_p)
+        if q_segments is None:
+            return forward(q, k, v, None, None, kv_lengths, seed, *options)
+        from streamattn.kernels.segments import query_spans
+
+        return forward(q, k, v, *query_spans(q_segments, window_left, window_right), None, seed, *options)
     if kind is not None and chosen is Backend.TRITON:
         features, options = (None,) * 6, (scale, window_left, window_right, softcap, dropout_p)
         if len(SERVED) >= _MAX_KINDS:
@@ -144,8 +149,8 @@ def _backward(
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    plain = attn_mask is q_segments is kv_segments is kv_lengths is sinks is None
-    chosen = choose(_BACKENDS[backend], q, k, v, plain, scale, window_left, softcap, dropout_p)
+    features = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    chosen = choose(_BACKENDS[backend], q, k, v, features, scale, window_left, softcap, dropout_p)
     if chosen is Backend.HOPPER:
         chosen = Backend.TRITON  # its forward alone is its own
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):

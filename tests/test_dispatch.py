@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from streamattn import dispatch
-from streamattn.dispatch import Backend, choose, unavailable, unsupported
+from streamattn.dispatch import Backend, Masks, choose, unavailable, unsupported
 from streamattn.pattern import UNBOUNDED
 
 CPU = torch.device("cpu")
+SEGMENTS = torch.zeros(1, 128, dtype=torch.int32)
+LENGTHS = torch.ones(1, dtype=torch.int32)
 PLAIN: dict[str, Any] = {
-    "plain": True,
+    "masks": Masks(),
     "scale": 0.25,
     "window_left": UNBOUNDED,
     "softcap": 0.0,
@@ -175,9 +177,15 @@ def test_the_interpreter_runs_no_gluon(monkeypatch):
         ({}, {}, None),
         ({"q_len": 64}, {}, None),
         ({"head_dim": 256, "value_dim": 256}, {}, None),
-        ({}, {"plain": False}, "mask"),
-        ({}, {"softcap": 1.0}, "softcap"),
-        ({}, {"dropout_p": 0.1}, "dropout"),
+        ({}, {"softcap": 1.0, "dropout_p": 0.1}, None),
+        ({}, {"masks": Masks(attn_mask=torch.zeros(1, 1, 1, 1))}, "attn_mask"),
+        ({}, {"masks": Masks(sinks=torch.zeros(2))}, "sinks"),
+        ({}, {"masks": Masks(kv_lengths=LENGTHS)}, None),
+        ({}, {"masks": Masks(kv_lengths=LENGTHS), "dropout_p": 0.1}, "dropout with kv_lengths"),
+        ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS), "dropout_p": 0.1}, None),
+        ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS[:])}, None),
+        ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS.clone())}, "a pair"),
+        ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS, LENGTHS)}, "both"),
         ({}, {"scale": 0.0}, "a scale above 2^-100"),
         ({}, {"scale": 1e-40}, "a scale above 2^-100"),
         ({"dtype": torch.float32}, {}, "float32"),

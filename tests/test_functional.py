@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamattn import attention, flash_attention
-from streamattn.dispatch import Backend, unsupported
+from streamattn.dispatch import Backend, Masks, unsupported
 from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, run
 from tests.oracle import attend, kept_probability, visible_pairs
@@ -50,7 +50,7 @@ def serves(backend: str, inputs: Inputs) -> bool:
         inputs.q,
         inputs.k,
         inputs.v,
-        plain=False,
+        Masks(),
         scale=1.0,
         window_left=UNBOUNDED,
         softcap=options.get("softcap", 0.0),

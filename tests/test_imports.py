@@ -28,6 +28,14 @@ MAY_IMPORT = {
     "streamattn.kernels.primitives": ("streamattn.pattern",),
     "streamattn.kernels": (),
     "streamattn.kernels.launch": ("streamattn.kernels.tiles", "streamattn.pattern"),
+    "streamattn.kernels.hopper_primitives": ("streamattn.kernels.primitives",),
+    "streamattn.kernels.hopper_forward": (
+        "streamattn.kernels.hopper_primitives",
+        "streamattn.kernels.primitives",
+        "streamattn.kernels.launch",
+        "streamattn.kernels.tiles",
+        "streamattn.pattern",
+    ),
     "streamattn.kernels.*": (
         "streamattn.kernels.primitives",
         "streamattn.kernels.launch",
@@ -46,7 +54,12 @@ MAY_IMPORT = {
     "streamattn.job": (),
     "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job"),
     "streamattn.bench.decode_layer": ("patches*", "streamattn.bench.results", "streamattn.functional"),
-    "streamattn.bench*": ("streamattn.bench.results", "streamattn.functional", "streamattn.pattern"),
+    "streamattn.bench": (),
+    "streamattn.bench.cases": ("streamattn.pattern",),
+    "streamattn.bench.results": (),
+    "streamattn.bench.tables": (),
+    "streamattn.bench.timers": (),
+    "streamattn.bench.*": ("streamattn.bench.*", "streamattn.functional"),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
     "streamattn": ("streamattn.functional", "streamattn.module"),
@@ -57,6 +70,7 @@ MAY_IMPORT_LAZILY = {
     "streamattn": ("patches",),
     "streamattn.ops": ("streamattn.reference", "streamattn.kernels.*"),
     "streamattn.cli": ("streamattn", "streamattn.*"),
+    "streamattn.bench": ("streamattn.bench.*",),
 }
 
 STANDARD_LIBRARY_ONLY = ("streamattn.pattern", "streamattn.kernels.tiles")

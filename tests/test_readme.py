@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamattn import attention, finetune
+from streamattn import attention, cli, finetune
 from streamattn.dispatch import Backend
 from tests.finetune_jobs import write_job
 
@@ -98,6 +98,17 @@ def test_torchrun_line_is_the_one_that_ci_runs() -> None:
     assert launch in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def test_benchmark_commands_can_be_asked_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """And know every option that README gives them."""
+    commands = [line.split()[1:] for line in re.findall(r"`(streamattn bench [^`]+)`", README)]
+    assert commands, "the pattern finds nothing any more"
+    for command in commands:
+        with pytest.raises(SystemExit):
+            cli.main([*command[:2], "--help"])
+        shown = capsys.readouterr().out
+        assert all(option in shown for option in command if option.startswith("--"))
+
+
 def test_paths_exist() -> None:
     paths = set(re.findall(r"\b(?:configs|docs|tests)/[\w./-]*\w", README))
     paths |= set(re.findall(r"\]\(([^)#:]+)\)", README))
@@ -119,6 +130,7 @@ def test_figures_are_those_of_the_csv() -> None:
     for head_dim, mask, seq_len, *figures in rows:
         for provider, figure in zip(("streamattn", "sdpa_flash", "sdpa_cudnn"), figures, strict=True):
             case = {
+                "case": "sweep",
                 "head_dim": head_dim,
                 "causal": str(mask == "causal"),
                 "seq_len": seq_len,
@@ -141,7 +153,7 @@ def test_the_csv_holds_what_was_promised_of_speed_and_memory(head_dim: str, caus
         rows = {
             (row["provider"], int(row["seq_len"])): row
             for row in csv.DictReader(file)
-            if (row["head_dim"], row["causal"]) == (head_dim, causal)
+            if (row["case"], row["head_dim"], row["causal"]) == ("sweep", head_dim, causal)
         }
     least = float(rows["streamattn", 512]["peak_mib"])
     for seq_len in (2048, 4096, 8192, 16384):

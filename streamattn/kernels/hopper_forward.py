@@ -4,17 +4,20 @@ A program keeps one producer warp and CONSUMERS warpgroups. A work item is CONSU
 (batch, head), each consumer owning BLOCK_M of them. The producer copies q, k and v to shared memory by TMA;
 a consumer walks its keys from the last tile to the first and, while the tensor cores multiply one tile's
 probabilities with v, computes the exponentials of the next (see `streamattn.reference` for the algorithm).
-Only a tile at an edge of the window is tested for visibility. Under a window items differ in length: the
-longest start first and, where there are more than programs, a program draws its next one from a counter; else
-the items of a program are fixed.
+Only a tile at an edge of the window or of a segment is tested for visibility. Where items differ in length,
+the longest start first and, if there are more items than programs, a program draws its next one from a
+counter; else the items of a program are fixed. What nobody sees never enters a product, whatever it holds:
+tiles end with a sequence's length, and rows of v that are padding are cleared in shared memory.
 
 q, k, v [B, H, T, D] with a unit last stride and other strides of whole 16-byte words; ``out`` is stored [B,
-Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: masks,
-segments, lengths, softcap, dropout, sinks, and windows whose first keys no query sees (see `unsupported`).
+Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: ``attn_mask``,
+sinks, segments of keys that are not the queries' own, and windows whose first keys no query sees (see
+`dispatch.unsupported`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,61 +34,69 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from streamattn.kernels.hopper_primitives import (
+    FIRST_BARRIER,
+    await_release,
+    drop,
+    exp2,
+    random_words,
+    release,
+    softcapped,
+    unpacked,
+)
 from streamattn.kernels.launch import (
     UNSPECIALIZED,
-    View,
     call_key,
     device_guard,
     heads_last,
     heads_per_group,
     launch,
+    multiprocessor_count,
 )
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full, schedule
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
-from streamattn.pattern import UNBOUNDED, open_sides
+from streamattn.pattern import UNBOUNDED, drop_threshold, open_sides
 
 # Triton 3.9 gave the copies new names
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Triton takes the named barriers below this one for itself
-FIRST_BARRIER = gl.constexpr(8)
 
+@dataclass(frozen=True)
+class Variant:
+    """What the code of a kernel depends on beside the shape of its tile.
 
-@gluon.jit
-def exp2(x):
-    """2^x, one instruction: results below 2^-126 are 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def at_barrier(ASM: gl.constexpr, index, threads):
-    """An instruction on a named barrier of so many threads, by all threads of a warp."""
-    gl.inline_asm_elementwise(
-        ASM,
-        "=r,r,r",
-        [gl.to_tensor(index), gl.to_tensor(threads)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def release(index, threads):
-    """Hands a buffer back: this warp arrives at the named barrier and waits for nobody.
-
-    An mbarrier's arrival would make the warps of a consumer wait for one another first.
+    Attributes:
+        CONSUMERS: of a program; this and the next two as in `HopperTile`.
+        OVERLAP: see there.
+        SHARED_OUT: see there.
+        DYNAMIC: whether work items are drawn from a counter.
+        HAS_LEFT: whether the window limits the keys before a query.
+        HAS_RIGHT: whether it limits those behind it.
+        WIDE_EDGE: whether the last keys that a consumer's queries see may lie in two tiles or more.
+        HAS_LENGTHS: whether sequences have filled lengths of their own.
+        HAS_SEGMENTS: whether a sequence holds segments.
+        HAS_SOFTCAP: whether scores are capped.
+        HAS_DROPOUT: whether probabilities are dropped.
     """
-    at_barrier("bar.arrive $1, $2; mov.u32 $0, 0;", index, threads)
+
+    CONSUMERS: int
+    OVERLAP: bool
+    SHARED_OUT: bool
+    DYNAMIC: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    WIDE_EDGE: bool
+    HAS_LENGTHS: bool
+    HAS_SEGMENTS: bool
+    HAS_SOFTCAP: bool
+    HAS_DROPOUT: bool
 
 
-@gluon.jit
-def await_release(index, threads):
-    """The producer's side of `release`."""
-    at_barrier("bar.sync $1, $2; mov.u32 $0, 0;", index, threads)
+@gluon.constexpr_function
+def variant_of(*flags):
+    """`Variant` of a kernel's own flags."""
+    return Variant(*flags)
 
 
 @gluon.jit
@@ -95,37 +106,103 @@ def await_tile(full, t, STAGES: gl.constexpr, pred=True):
 
 
 @gluon.jit
-def work(item, shape, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(batch, head, first query, first and end of the key tiles that some of its queries see) of an item."""
+def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VARIANT: gl.constexpr):
+    """(batch, head, first query, filled keys, origin, first and end of the seen key tiles) of an item.
+
+    The origin is the first key of tile 0. With lengths the tiles end with the last filled key, so that no key
+    behind it is ever read, whatever it holds; the first tile may begin before key 0, where the copies fill in
+    zeros.
+    """
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape
+    lengths_ptr, stride_lengths, _, _, _ = visibility
     num_tiles = gl.cdiv(q_len, ROWS)
     tile_m, head = schedule(item, num_tiles, batch * num_heads, heads_per_group)
     i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
     i_last = gl.minimum(i_first + ROWS, q_len) - 1
-    start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
-    n_start = start // BLOCK_N
-    n_stop = gl.maximum(gl.cdiv(stop, BLOCK_N), n_start)
-    return head // num_heads, head % num_heads, i_first, n_start, n_stop
+    b = head // num_heads
+    length = kv_len
+    origin = 0
+    if VARIANT.value.HAS_LENGTHS:
+        length = gl.minimum(gl.maximum(gl.load(lengths_ptr + b * stride_lengths), 0), kv_len).to(gl.int32)
+        origin = length % BLOCK_N
+        origin = gl.where(origin > 0, origin - BLOCK_N, 0)
+    start, stop = kv_span(i_first, i_last, q_len, length, left, right)
+    if VARIANT.value.HAS_SEGMENTS:
+        first, end = kv_len, 0
+        for c in gl.static_range(ROWS // 64):
+            own_first, own_end, _, _ = span_of_segments(visibility, b, q_len, i_first + c * 64)
+            first, end = gl.minimum(first, own_first), gl.maximum(end, own_end)
+        start, stop = gl.maximum(start, first), gl.minimum(stop, end)
+    n_start = (start - origin) // BLOCK_N
+    n_stop = gl.maximum(gl.cdiv(stop - origin, BLOCK_N), n_start)
+    return b, head % num_heads, i_first, length, origin, n_start, n_stop
 
 
 @gluon.jit
-def producer(
-    descs,
-    buffers,
-    barriers,
-    counter,
-    shape,
-    group,
-    CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-):
+def span_of_segments(visibility, b, q_len, i_first):
+    """Row of `segments.query_spans` for the 64 queries from i_first on; a row without keys past the last."""
+    spans_ptr = visibility[2]
+    blocks = gl.cdiv(q_len, 64)
+    block = gl.minimum(i_first // 64, blocks - 1)
+    at = spans_ptr + (b * blocks + block) * 4
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
+def ids_of(visibility, b):
+    """Pointer to the segment ids of sequence b, as `segments.query_spans` leaves them."""
+    return visibility[3] + b.to(gl.int64) * visibility[4]
+
+
+@gluon.jit
+def holds_padding(ids_ptr, BLOCK_N: gl.constexpr):
+    """Whether the segment id of some key of a tile is negative; by one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    return gl.min(gl.load(ids_ptr + gl.arange(0, BLOCK_N, layout=LAYOUT)), 0) < 0
+
+
+@gluon.jit
+def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr):
+    """Copies a tile of v, with zeros in the rows of padding, which may hold NaN; by one warp.
+
+    Returns how many tiles were cleared so far.
+    """
+    BLOCK_N: gl.constexpr = tile.shape[2]
+    BLOCK_D: gl.constexpr = tile.shape[3]
+    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    if holds_padding(ids_ptr, BLOCK_N):
+        mbarrier.expect(raw, BYTES)
+        copy_in(v_desc, v_at, raw, tile)
+        mbarrier.wait(raw, cleared & 1)
+        # few at once: a copying warp has few registers
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+        rows = tile.reshape([BLOCK_N, BLOCK_D])
+        for i in gl.static_range(BLOCK_N // 8):
+            ids = gl.load(ids_ptr + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)))
+            for j in gl.static_range(BLOCK_D // 64):
+                part = rows.slice(i * 8, 8).slice(j * 64, 64, dim=1)
+                values = part.load(LAYOUT)
+                part.store(gl.where((ids < 0)[:, None], gl.zeros_like(values), values))
+        fence_async_shared()
+        mbarrier.arrive(full, count=1)
+        cleared += 1
+    else:
+        mbarrier.expect(full, BYTES)
+        copy_in(v_desc, v_at, full, tile)
+    return cleared
+
+
+@gluon.jit
+def producer(feed, VARIANT: gl.constexpr):
     """Copies what the consumers of this program will read, in their order, as buffers fall free."""
+    descs, buffers, barriers, counter, shape, visibility, group = feed
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, next_smem = buffers
-    q_full, q_free, k_full, v_full, next_full, next_free = barriers
+    q_full, q_free, k_full, v_full, next_full, next_free, v_raw = barriers
     BLOCK_M: gl.constexpr = q_smem.shape[3]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
+    CONSUMERS: gl.constexpr = VARIANT.value.CONSUMERS
     Q_BYTES: gl.constexpr = BLOCK_M * q_smem.shape[4] * 2
     KV_BYTES: gl.constexpr = BLOCK_N * k_smem.shape[4] * 2
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
@@ -136,8 +213,11 @@ def producer(
     following = item + programs
     count = 0  # work items so far
     t = 0  # key tiles so far
+    cleared = 0  # of them, whose values held padding
     while item < items:
-        b, h, i_first, n_start, n_stop = work(item, shape, CONSUMERS * BLOCK_M, BLOCK_N)
+        b, h, i_first, _, origin, n_start, n_stop = work(
+            item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
+        )
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_free.index(c), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(c), Q_BYTES)
@@ -152,7 +232,7 @@ def producer(
                 mbarrier.expect(k_full.index(u % STAGES), KV_BYTES)
                 copy_in(
                     k_desc,
-                    [b, h // group, n * BLOCK_N, 0],
+                    [b, h // group, origin + n * BLOCK_N, 0],
                     k_full.index(u % STAGES),
                     k_smem.index(u % STAGES),
                 )
@@ -160,16 +240,18 @@ def producer(
                 w = t + step - 1
                 if w >= STAGES:
                     await_release(FIRST_BARRIER + STAGES + w % STAGES, THREADS)
-                mbarrier.expect(v_full.index(w % STAGES), KV_BYTES)
-                copy_in(
-                    v_desc,
-                    [b, h // group, (n + 1) * BLOCK_N, 0],
-                    v_full.index(w % STAGES),
-                    v_smem.index(w % STAGES),
-                )
+                v_at = [b, h // group, origin + (n + 1) * BLOCK_N, 0]
+                v_tile = v_smem.index(w % STAGES)
+                full = v_full.index(w % STAGES)
+                if VARIANT.value.HAS_SEGMENTS:
+                    ids_ptr = ids_of(visibility, b) + (n + 1) * BLOCK_N
+                    cleared = copy_cleared(v_desc, v_at, v_tile, full, v_raw, cleared, ids_ptr)
+                else:
+                    mbarrier.expect(full, KV_BYTES)
+                    copy_in(v_desc, v_at, full, v_tile)
         t += n_stop - n_start
         item = following
-        if DYNAMIC:
+        if VARIANT.value.DYNAMIC:
             # fetched one item ahead, so that nobody waits for memory
             following = gl.atomic_add(counter, 1) + 2 * programs
             mbarrier.wait(next_free, (count & 1) ^ 1)
@@ -196,18 +278,26 @@ def skip(k_full, v_full, t, tiles, STAGES: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, i_first, n, shape, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N] of key tile n, -inf where `pattern.visible` says no."""
-    _, _, q_len, kv_len, left, right, _ = shape
+def hide(s, first, queries, shape, length, theirs, VARIANT: gl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where `pattern.visible` says no.
+
+    queries = (first query, segments of the queries [BLOCK_M]); theirs [BLOCK_N] are the keys' segments.
+    """
+    _, _, q_len, _, left, right, _ = shape
+    i_first, own = queries
     L: gl.constexpr = s.type.layout
-    p = i_first + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L)) + (kv_len - q_len)  # [BLOCK_M]
-    keys = n * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))  # [BLOCK_N]
-    last = gl.zeros_like(p) + (kv_len - 1)
-    if HAS_RIGHT:
+    p = i_first + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L)) + (length - q_len)  # [BLOCK_M]
+    keys = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))  # [BLOCK_N]
+    last = gl.zeros_like(p) + (length - 1)
+    if VARIANT.value.HAS_RIGHT:
         last = gl.minimum(last, p + right)
     seen = keys[None, :] <= last[:, None]
-    if HAS_LEFT:
+    if VARIANT.value.HAS_LEFT:
         seen = seen & (keys[None, :] >= (p - left)[:, None])
+    if VARIANT.value.HAS_LENGTHS:
+        seen = seen & (keys >= 0)[None, :]
+    if VARIANT.value.HAS_SEGMENTS:
+        seen = seen & (own[:, None] == theirs[None, :])
     return gl.where(seen, s, float("-inf"))
 
 
@@ -232,178 +322,247 @@ def online_softmax(s, m, l, scale2, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    operands,
-    s,
-    p16,
-    acc,
-    m,
-    l,
-    t,
-    n,
-    n_end,
-    i_first,
-    CONSUMERS: gl.constexpr,
-    MASKED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
+def probabilities(operands, s, theirs, m, l, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
+    """(s, p, m, l, rescale) of key tile n from its products s.
+
+    s comes back only so that its registers can take the next products.
+    """
+    _, k_smem, _, _, _, shape, _, queries, place, scaling = operands
+    _, _, length, origin = place
+    scale, softcap, _, _ = scaling
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    scale2 = scale * LOG2E
+    if VARIANT.value.HAS_SOFTCAP:
+        s = softcapped(s, scale, softcap)
+        scale2 = 1.0
+    if MASKED:
+        s = hide(s, origin + n * BLOCK_N, queries, shape, length, theirs, VARIANT)
+    p, m, l, factor = online_softmax(s, m, l, scale2, MASKED)
+    return s, p, m, l, factor
+
+
+@gluon.jit
+def narrow(operands, p, words, VARIANT: gl.constexpr):
+    """Probabilities as they are carried to the product with v, see `operand`.
+
+    No product may be in flight that reads those of the tile before: the compiler gives both one place.
+    """
+    q, scaling = operands[0], operands[9]
+    dtype: gl.constexpr = q.dtype
+    if VARIANT.value.HAS_DROPOUT:
+        return drop(p, words, scaling[3], dtype)
+    else:
+        return gl.convert_layout(p.to(dtype), operand_layout(q.shape[1]))
+
+
+@gluon.jit
+def segments_of(operands, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
+    """Segment ids of the keys of tile n [BLOCK_N] where they are asked for."""
+    _, k_smem, _, _, _, _, visibility, queries, place, _ = operands
+    theirs = queries[1]
+    if MASKED and VARIANT.value.HAS_SEGMENTS:
+        BLOCK_N: gl.constexpr = k_smem.shape[3]
+        keys = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(BLOCK_N)))
+        theirs = gl.load(ids_of(visibility, place[0]) + keys)
+    return theirs
+
+
+@gluon.jit
+def await_scores(operands, s, n, PENDING: gl.constexpr, VARIANT: gl.constexpr):
+    """(scores of tile n, its random words) once all but PENDING products are done; words come meanwhile."""
+    _, k_smem, _, _, _, shape, _, queries, place, scaling = operands
+    words = queries[0]
+    if VARIANT.value.HAS_DROPOUT:
+        head = place[0] * shape[1] + place[1]
+        BLOCK_N: gl.constexpr = k_smem.shape[3]
+        w0, w1, w2, w3 = random_words(scaling[2], head, queries[0], n * BLOCK_N, BLOCK_N)
+        s, w0, w1, w2, w3 = warpgroup_mma_wait(PENDING, deps=[s, w0, w1, w2, w3])
+        words = (w0, w1, w2, w3)
+    else:
+        s = warpgroup_mma_wait(PENDING, deps=[s])
+    return s, words
+
+
+@gluon.jit
+def step(operands, s, p16, acc, m, l, t, n, n_end, MASKED: gl.constexpr, VARIANT: gl.constexpr):
     """Key tile n of a consumer, the one after tile t; p16 holds tile t's probabilities.
 
     With OVERLAP tile t's product with v runs during tile n's exponentials. The wait for the tile after next,
     between these and the wait for that product, keeps the compiler from exchanging them. Without OVERLAP p16
     is of no interest: tile n is finished within.
     """
-    q, k_smem, v_smem, k_full, v_full, shape, scale2 = operands
+    q, k_smem, v_smem, k_full, v_full, _, _, _, _, _ = operands
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = k_smem.shape[4]
-    THREADS: gl.constexpr = CONSUMERS * 128 + 32
+    THREADS: gl.constexpr = VARIANT.value.CONSUMERS * 128 + 32
     u = t + 1
+    # before a product is in flight, or the compiler lets none run ahead
+    left = operand(p16, q.dtype, BLOCK_D, VARIANT)
     k = k_smem.index(u % STAGES).reshape([BLOCK_N, BLOCK_D])
     s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-    if OVERLAP:
+    if VARIANT.value.OVERLAP:
         await_tile(v_full, t, STAGES)
         v = v_smem.index(t % STAGES).reshape([BLOCK_N, BLOCK_D])
-        acc = warpgroup_mma(p16, v, acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        acc = warpgroup_mma(left, v, acc, is_async=True)
+        s, words = await_scores(operands, s, n, 1, VARIANT)
     else:
-        s = warpgroup_mma_wait(0, deps=[s])
+        s, words = await_scores(operands, s, n, 0, VARIANT)
     release(FIRST_BARRIER + u % STAGES, THREADS)
-    if MASKED:
-        s = hide(s, i_first, n, shape, HAS_LEFT, HAS_RIGHT)
-    p, m, l, rescale = online_softmax(s, m, l, scale2, MASKED)
+    theirs = segments_of(operands, n, MASKED, VARIANT)  # not earlier, for want of registers
+    s, p, m, l, factor = probabilities(operands, s, theirs, m, l, n, MASKED, VARIANT)
     await_tile(k_full, u + 1, STAGES, pred=n > n_end)
-    if OVERLAP:
+    if VARIANT.value.OVERLAP:
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(FIRST_BARRIER + STAGES + t % STAGES, THREADS)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout)
-    if not OVERLAP:
-        await_tile(v_full, u, STAGES)
-        v = v_smem.index(u % STAGES).reshape([BLOCK_N, BLOCK_D])
-        acc = warpgroup_mma(p16, v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        release(FIRST_BARRIER + STAGES + u % STAGES, THREADS)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    p16 = narrow(operands, p, words, VARIANT)
+    if not VARIANT.value.OVERLAP:
+        acc = multiply_values(v_full, v_smem, p16, acc, u, VARIANT)
     return s, p16, acc, m, l
 
 
+@gluon.constexpr_function
+def operand_layout(block_d):
+    """Of probabilities that are multiplied with so many columns."""
+    return gl.DotOperandLayout(0, score_layout(block_d), 2)
+
+
 @gluon.jit
-def consumer(
-    job,
-    WHICH: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    WIDE_EDGE: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    SHARED_OUT: gl.constexpr,
-):
+def operand(p16, dtype: gl.constexpr, BLOCK_D: gl.constexpr, VARIANT: gl.constexpr):
+    """Probabilities as the product with v takes them."""
+    if VARIANT.value.HAS_DROPOUT:
+        return unpacked(p16, dtype, operand_layout(BLOCK_D))
+    else:
+        return p16
+
+
+@gluon.jit
+def multiply_values(v_full, v_smem, p16, acc, t, VARIANT: gl.constexpr):
+    """acc + p16 @ v of tile t, whose buffer is free then."""
+    STAGES: gl.constexpr = v_smem.shape[0]
+    await_tile(v_full, t, STAGES)
+    v = v_smem.index(t % STAGES).reshape([v_smem.shape[3], v_smem.shape[4]])
+    acc = warpgroup_mma(operand(p16, v.dtype, v.shape[1], VARIANT), v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(FIRST_BARRIER + STAGES + t % STAGES, VARIANT.value.CONSUMERS * 128 + 32)
+    return acc
+
+
+@gluon.constexpr_function
+def score_layout(block_n):
+    """Of a consumer's product with so many keys or columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
+
+
+@gluon.jit
+def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     """out and lse of the queries of one consumer, item after item."""
-    out_desc, lse_ptr, buffers, barriers, shape, scale2 = job
+    out_desc, lse_ptr, buffers, barriers, shape, visibility, scaling = job
     q_smem, k_smem, v_smem, out_smem, next_smem = buffers
-    q_full, q_free, k_full, v_full, next_full, next_free = barriers
+    q_full, q_free, k_full, v_full, next_full, next_free, _ = barriers
     BLOCK_M: gl.constexpr = q_smem.shape[3]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = k_smem.shape[4]
+    CONSUMERS: gl.constexpr = VARIANT.value.CONSUMERS
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    S_LAYOUT: gl.constexpr = score_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = score_layout(BLOCK_D)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    HAS_LOW_EDGE: gl.constexpr = (
+        VARIANT.value.HAS_LEFT or VARIANT.value.HAS_LENGTHS or VARIANT.value.HAS_SEGMENTS
+    )
     dtype: gl.constexpr = q_smem.dtype
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape  # noqa: RUF059
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
     programs = gl.num_programs(0)
     q = q_smem.index(WHICH).reshape([BLOCK_M, BLOCK_D])
-    operands = (q, k_smem, v_smem, k_full, v_full, shape, scale2)
+    if VARIANT.value.HAS_DROPOUT:
+        scale, softcap, seed_ptr, drop_threshold = scaling
+        scaling = (scale, softcap, gl.load(seed_ptr), drop_threshold)
     item = gl.program_id(0)
     following = item + programs
     count = 0
     t = 0
     while item < items:
-        if DYNAMIC and count > 0:
+        if VARIANT.value.DYNAMIC and count > 0:
             mbarrier.wait(next_full, (count - 1) & 1)
             following = gl.max(next_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             mbarrier.arrive(next_free, count=1)
-        b, h, item_first, n_start, n_stop = work(item, shape, CONSUMERS * BLOCK_M, BLOCK_N)
+        b, h, item_first, length, origin, n_start, n_stop = work(
+            item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
+        )
         i_first = item_first + WHICH * BLOCK_M
         i_last = gl.minimum(i_first + BLOCK_M, q_len) - 1
-        start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
-        full_start, full_stop = kv_span_full(i_first, i_last, q_len, kv_len, left, right)
+        start, stop = kv_span(i_first, i_last, q_len, length, left, right)
+        full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
+        rows = i_first + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
+        own = rows
+        if VARIANT.value.HAS_SEGMENTS:
+            first, end, whole_first, whole_end = span_of_segments(visibility, b, q_len, i_first)
+            start, stop = gl.maximum(start, first), gl.minimum(stop, end)
+            full_start, full_stop = gl.maximum(full_start, whole_first), gl.minimum(full_stop, whole_end)
+            own = gl.load(ids_of(visibility, b) + rows)
+            own = gl.where(own < 0, -2, own)  # padding sees nothing, not even padding
+        queries = (i_first, own)
+        place = (b, h, length, origin)
+        operands = (q, k_smem, v_smem, k_full, v_full, shape, visibility, queries, place, scaling)
         # own tiles [n_low, n_high), walked downwards; none where the queries lie past the last one
-        n_high = gl.where(i_first < q_len, gl.minimum(gl.cdiv(stop, BLOCK_N), n_stop), n_start)
+        n_high = gl.where(i_first < q_len, gl.minimum(gl.cdiv(stop - origin, BLOCK_N), n_stop), n_start)
         n_high = gl.maximum(n_high, n_start)
-        n_low = gl.minimum(gl.maximum(start // BLOCK_N, n_start), n_high)
+        n_low = gl.minimum(gl.maximum((start - origin) // BLOCK_N, n_start), n_high)
         t = skip(k_full, v_full, t, n_stop - n_high, STAGES, THREADS)
         m = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW_LAYOUT)
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT_LAYOUT)
         l = own_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=S_LAYOUT))
         mbarrier.wait(q_full.index(WHICH), count & 1)
         if n_high > n_low:
+            theirs = segments_of(operands, n_high - 1, True, VARIANT)
             await_tile(k_full, t, STAGES)
             k = k_smem.index(t % STAGES).reshape([BLOCK_N, BLOCK_D])
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=S_LAYOUT)
             s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
+            s, words = await_scores(operands, s, n_high - 1, 0, VARIANT)
             release(FIRST_BARRIER + t % STAGES, THREADS)
-            s = hide(s, i_first, n_high - 1, shape, HAS_LEFT, HAS_RIGHT)
-            p, m, l, first = online_softmax(s, m, l, scale2, True)  # noqa: RUF059
-            p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+            s, p, m, l, factor = probabilities(operands, s, theirs, m, l, n_high - 1, True, VARIANT)  # noqa: RUF059
+            p16 = narrow(operands, p, words, VARIANT)
             await_tile(k_full, t + 1, STAGES, pred=n_high - 1 > n_low)
-            if not OVERLAP:
-                await_tile(v_full, t, STAGES)
-                v = v_smem.index(t % STAGES).reshape([BLOCK_N, BLOCK_D])
-                acc = warpgroup_mma(p16, v, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                release(FIRST_BARRIER + STAGES + t % STAGES, THREADS)
+            if not VARIANT.value.OVERLAP:
+                acc = multiply_values(v_full, v_smem, p16, acc, t, VARIANT)
             # [n_low, low_end) and [high_start, n_high) are edges, between them every query sees every key
             high_start = n_high - 1
             low_end = n_low
-            if WIDE_EDGE:
-                high_start = gl.maximum(gl.minimum(full_stop // BLOCK_N, high_start), n_low)
+            if VARIANT.value.WIDE_EDGE:
+                high_start = gl.maximum(gl.minimum((full_stop - origin) // BLOCK_N, high_start), n_low)
                 for n in range(n_high - 2, high_start - 1, -1):
-                    s, p16, acc, m, l = step(
-                        operands, s, p16, acc, m, l, t, n, n_low, i_first,
-                        CONSUMERS, True, HAS_LEFT, HAS_RIGHT, OVERLAP,
-                    )  # fmt: skip
+                    s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, True, VARIANT)
                     t += 1
-            if HAS_LEFT:
-                low_end = gl.minimum(gl.maximum(gl.cdiv(full_start, BLOCK_N), n_low), high_start)
+            if HAS_LOW_EDGE:
+                low_end = gl.minimum(gl.maximum(gl.cdiv(full_start - origin, BLOCK_N), n_low), high_start)
             for n in range(high_start - 1, low_end - 1, -1):
-                s, p16, acc, m, l = step(
-                    operands, s, p16, acc, m, l, t, n, n_low, i_first,
-                    CONSUMERS, False, HAS_LEFT, HAS_RIGHT, OVERLAP,
-                    )  # fmt: skip
+                s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, False, VARIANT)
                 t += 1
-            if HAS_LEFT:
+            if HAS_LOW_EDGE:
                 for n in range(low_end - 1, n_low - 1, -1):
-                    s, p16, acc, m, l = step(
-                        operands, s, p16, acc, m, l, t, n, n_low, i_first,
-                        CONSUMERS, True, HAS_LEFT, HAS_RIGHT, OVERLAP,
-                    )  # fmt: skip
+                    s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, True, VARIANT)
                     t += 1
-            if not SHARED_OUT:
+            if not VARIANT.value.SHARED_OUT:
                 mbarrier.arrive(q_free.index(WHICH), count=1)
-            if OVERLAP:
-                await_tile(v_full, t, STAGES)
-                v = v_smem.index(t % STAGES).reshape([BLOCK_N, BLOCK_D])
-                acc = warpgroup_mma(p16, v, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                release(FIRST_BARRIER + STAGES + t % STAGES, THREADS)
+            if VARIANT.value.OVERLAP:
+                acc = multiply_values(v_full, v_smem, p16, acc, t, VARIANT)
             t += 1
         else:
-            if not SHARED_OUT:
+            if not VARIANT.value.SHARED_OUT:
                 mbarrier.arrive(q_free.index(WHICH), count=1)
         t = skip(k_full, v_full, t, n_low - n_start, STAGES, THREADS)
 
         total = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT)
         divisor = gl.where(total == 0.0, 1.0, total)
+        if VARIANT.value.HAS_DROPOUT:
+            divisor *= 1.0 - scaling[3] / 256.0
         out = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        if SHARED_OUT:
+        if VARIANT.value.SHARED_OUT:
             out_tile = q_smem.index(WHICH)
         else:
             out_tile = out_smem.index(WHICH)
@@ -411,14 +570,13 @@ def consumer(
         out_tile.reshape([BLOCK_M, BLOCK_D]).store(out.to(dtype))
         fence_async_shared()
         copy_out(out_desc, [b, h, i_first, 0], out_tile)
-        if SHARED_OUT:
+        if VARIANT.value.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(WHICH), count=1)
-        rows = i_first + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
         lse_ptrs = lse_ptr + (b.to(gl.int64) * num_heads + h) * q_len + rows
         gl.store(lse_ptrs, m * LN2 + gl.log(total), mask=rows < q_len)
         item = following
-        if not DYNAMIC:
+        if not VARIANT.value.DYNAMIC:
             following += programs
         count += 1
     tma.store_wait(0)
@@ -432,6 +590,12 @@ def hopper_fwd_kernel(
     out_desc,
     lse_ptr,
     counter_ptr,
+    kv_lengths_ptr,
+    spans_ptr,
+    ids_ptr,
+    seed_ptr,
+    stride_kv_lengths,
+    stride_ids,
     batch,
     num_heads,
     group,
@@ -441,6 +605,8 @@ def hopper_fwd_kernel(
     window_right,
     heads_per_group,
     scale,
+    softcap,
+    drop_threshold,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -450,6 +616,10 @@ def hopper_fwd_kernel(
     HAS_RIGHT: gl.constexpr,
     WIDE_EDGE: gl.constexpr,
     SHARED_OUT: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
+    HAS_SEGMENTS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
 ):
     """out [B, Hq, Tq, D] and lse [B, Hq, Tq]; descriptors of blocks [1, 1, BLOCK_M or BLOCK_N, BLOCK_D]."""
     dtype: gl.constexpr = q_desc.dtype
@@ -474,59 +644,68 @@ def hopper_fwd_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+    v_raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(v_raw, count=1)
     mbarrier.init(next_full, count=1)
     mbarrier.init(next_free, count=CONSUMERS)
     fence_async_shared()
 
+    VARIANT: gl.constexpr = variant_of(
+        CONSUMERS, OVERLAP, SHARED_OUT, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, HAS_LENGTHS, HAS_SEGMENTS,
+        HAS_SOFTCAP, HAS_DROPOUT,
+    )  # fmt: skip
     shape = (batch, num_heads, q_len, kv_len, window_left, window_right, heads_per_group)
-    barriers = (q_full, q_free, k_full, v_full, next_full, next_free)
+    visibility = (
+        kv_lengths_ptr, stride_kv_lengths, spans_ptr, ids_ptr, stride_ids,
+    )  # fmt: skip
+    scaling = (scale, softcap, seed_ptr, drop_threshold)
+    barriers = (q_full, q_free, k_full, v_full, next_full, next_free, v_raw)
     descs = (q_desc, k_desc, v_desc)
     inputs = (q_smem, k_smem, v_smem, next_smem)
     buffers = (q_smem, k_smem, v_smem, out_smem, next_smem)
-    job = (out_desc, lse_ptr, buffers, barriers, shape, scale * LOG2E)
+    job = (out_desc, lse_ptr, buffers, barriers, shape, visibility, scaling)
+    feed = (descs, inputs, barriers, counter_ptr, shape, visibility, group)
     # the first consumer has the program's own warps and what the others leave of the registers
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (consumer, (job, 0, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 1, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (producer, (descs, inputs, barriers, counter_ptr, shape, group, CONSUMERS, DYNAMIC)),
-            ],
+            [(consumer, (job, 0, VARIANT)), (consumer, (job, 1, VARIANT)), (producer, (feed, VARIANT))],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (consumer, (job, 0, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 1, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 2, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (producer, (descs, inputs, barriers, counter_ptr, shape, group, CONSUMERS, DYNAMIC)),
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (consumer, (job, 2, VARIANT)),
+                (producer, (feed, VARIANT)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (consumer, (job, 0, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 1, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 2, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (consumer, (job, 3, CONSUMERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, OVERLAP, SHARED_OUT)),
-                (producer, (descs, inputs, barriers, counter_ptr, shape, group, CONSUMERS, DYNAMIC)),
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (consumer, (job, 2, VARIANT)),
+                (consumer, (job, 3, VARIANT)),
+                (producer, (feed, VARIANT)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )
 
 
-def descriptor(view: View, rows: int, block_d: int) -> TensorDescriptor:
-    """Of a tensor [B, H, T, D], for blocks [1, 1, rows, block_d]."""
+def descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Of x [B, H, T, D] with a unit last stride, for blocks [1, 1, rows, block_d]."""
     block = [1, 1, rows, block_d]
-    dtype = gl.bfloat16 if view.base.dtype == torch.bfloat16 else gl.float16
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(view.base, list(view.shape), list(view.strides), block, layout)
+    # the stride of a dimension of size 1 may be anything; an encoded one is a whole number of 16 bytes
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 def group_of_heads(k: Tensor, window_right: int, num_tiles: int, num_heads: int, multiprocessors: int) -> int:
@@ -542,30 +721,48 @@ def group_of_heads(k: Tensor, window_right: int, num_tiles: int, num_heads: int,
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int, window_right: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    ids: Tensor | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``; arguments as in `streamattn.ops`, of a call that `dispatch.unsupported` lets pass."""
+    """``(out, lse)`` of a call that `dispatch.unsupported` lets pass; arguments as in `streamattn.ops`.
+
+    ``spans`` and ``ids`` are what `segments.query_spans` makes of segments.
+    """
     batch, num_heads, q_len, head_dim = q.shape
     kv_len = k.shape[2]
     out = heads_last(q, head_dim)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
-    views = tuple(View.of(x) for x in (q, k, v, out))
     window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     limited = window_left < UNBOUNDED or window_right < UNBOUNDED
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors)
-    num_tiles = triton.cdiv(q_len, tile.CONSUMERS * HOPPER_BLOCK_M)
+    multiprocessors = multiprocessor_count(q.get_device())
+    dropout, has_segments = drop_threshold(dropout_p) > 0, spans is not None
+    tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors, has_segments, dropout)
+    num_tiles = -(-q_len // (tile.CONSUMERS * HOPPER_BLOCK_M))
     items = num_tiles * batch * num_heads
-    drawn = limited and items > multiprocessors
+    drawn = (limited or has_segments or kv_lengths is not None) and items > multiprocessors
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn else None
+    # whether the last keys of a consumer's queries may lie in two tiles; those of a length end with a tile
+    diagonal = window_right - q_len + (kv_len if kv_lengths is None else 0)
+    wide_edge = window_right < UNBOUNDED and diagonal % HOPPER_BLOCK_M not in (0, 63)
 
     def arguments() -> tuple[int, dict[str, Any]]:
-        q_view, k_view, v_view, out_view = views
         return min(items, multiprocessors), dict(
-            q_desc=descriptor(q_view, HOPPER_BLOCK_M, tile.BLOCK_D),
-            k_desc=descriptor(k_view, tile.BLOCK_N, tile.BLOCK_D),
-            v_desc=descriptor(v_view, tile.BLOCK_N, tile.BLOCK_D),
-            out_desc=descriptor(out_view, HOPPER_BLOCK_M, tile.BLOCK_D),
+            q_desc=descriptor(q, HOPPER_BLOCK_M, tile.BLOCK_D),
+            k_desc=descriptor(k, tile.BLOCK_N, tile.BLOCK_D),
+            v_desc=descriptor(v, tile.BLOCK_N, tile.BLOCK_D),
+            out_desc=descriptor(out, HOPPER_BLOCK_M, tile.BLOCK_D),
+            stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
+            stride_ids=0 if ids is None else ids.stride(0),
             batch=batch,
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -575,6 +772,8 @@ def attention_forward(
             window_right=window_right,
             heads_per_group=group_of_heads(k, window_right, num_tiles, batch * num_heads, multiprocessors),
             scale=scale,
+            softcap=softcap,
+            drop_threshold=drop_threshold(dropout_p),
             CONSUMERS=tile.CONSUMERS,
             STAGES=tile.STAGES,
             REGISTERS=tile.REGISTERS,
@@ -582,14 +781,18 @@ def attention_forward(
             DYNAMIC=drawn,
             HAS_LEFT=window_left < UNBOUNDED,
             HAS_RIGHT=window_right < UNBOUNDED,
-            # whether the last keys of a consumer's queries may lie in two tiles
-            WIDE_EDGE=window_right < UNBOUNDED
-            and (kv_len - q_len + window_right) % HOPPER_BLOCK_M not in (0, 63),
+            WIDE_EDGE=wide_edge or has_segments,
             SHARED_OUT=tile.SHARED_OUT,
+            HAS_LENGTHS=kv_lengths is not None,
+            HAS_SEGMENTS=has_segments,
+            HAS_SOFTCAP=softcap > 0.0,
+            HAS_DROPOUT=dropout,
             num_warps=4,
         )
 
     with device_guard(q):
-        key = call_key((q, k, v), scale, window_left, window_right)
-        launch(hopper_fwd_kernel, key, (*views, lse, counter), arguments)
+        tensors = (q, k, v, ids, kv_lengths)
+        key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p)
+        pointers = (q, k, v, out, lse, counter, kv_lengths, spans, ids, seed)
+        launch(hopper_fwd_kernel, key, pointers, arguments)
     return out, lse

@@ -3,14 +3,19 @@
 Each kernel takes its tensors first and names the other arguments alike, so that a launcher passes
 ``*mask_pointers(...)`` and ``**call_arguments(...)`` beside its own. Triton's own way through 60 arguments
 costs some 300 microseconds of host time a launch; `launch` takes it once for what is compiled. A set of
-shapes, strides and options is then planned once, and from then on the kernel is called with new pointers
-alone.
+shapes, strides and options is then planned once, and from then on Triton's function in C is called with new
+pointers alone, and with tensor maps that are kept by address. A map holds the address, the layout and
+nothing of what lies there, so one that outlives its tensor is right for the next tensor at that place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Hashable
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +56,12 @@ def tile_for(name: Pass, q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tile
     return choose_tile(name, architecture_of(q), widest, q.element_size(), attn_mask is not None)
 
 
+@functools.cache
+def multiprocessor_count(device: int) -> int:
+    """Multiprocessors of the GPU of this index; PyTorch takes microseconds to tell."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def heads_last(x: Tensor, head_dim: int) -> Tensor:
     """An uninitialised tensor of x's dtype and batch, heads and length, stored [B, T, H, head_dim]."""
     batch, heads, length, _ = x.shape
@@ -75,50 +86,46 @@ def strides(name: str, x: Tensor | None) -> dict[str, int]:
     return {f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_t": t}
 
 
-class View(NamedTuple):
-    """A tensor that a kernel reads or writes by TMA: what Triton's launcher asks of a `TensorDescriptor`.
+class _Maps(dict[int, Any]):
+    """Tensor maps that differ in nothing but the address, by that address; encoded when first asked for."""
 
-    A descriptor itself checks more than a launch that has gone well before needs, at 10 microseconds each.
-    """
+    held = 0  # of all layouts
 
-    base: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str = "zero"
+    def __init__(self, encode: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Of Triton's ``encode(*before, address, *after)``."""
+        self.encode, self.before, self.after = encode, before, after
 
-    @classmethod
-    def of(cls, x: Tensor) -> View:
-        """Of x [B, H, T, D] with a unit last stride."""
-        # the stride of a dimension of size 1 may be anything; an encoded one is a whole number of 16 bytes
-        strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-        return cls(x, tuple(x.shape), (*strides, 1))
-
-    def data_ptr(self) -> int:
-        """Address of the tensor."""
-        return self.base.data_ptr()
-
-    def get_device(self) -> int:
-        """Index of the tensor's GPU."""
-        return self.base.get_device()
+    def __missing__(self, address: int) -> Any:
+        if _Maps.held >= _MAX_MAPS:
+            for maps in list(_maps.values()):
+                maps.clear()
+            _Maps.held = 0
+        _Maps.held += 1
+        tensor_map = self[address] = self.encode(*self.before, address, *self.after)
+        return tensor_map
 
 
 class _Plan(NamedTuple):
-    run: Callable[..., None]  # the compiled kernel's launcher
-    before: tuple[Any, ...]  # its arguments before the stream: the grid
-    after: tuple[Any, ...]  # between stream and pointers
-    rest: tuple[Any, ...]  # of all parameters behind the pointers
-    places: tuple[int, ...]  # in it of what varies
+    launcher: Callable[..., None] | None  # None: each launch takes Triton's own way
+    before: tuple[Any, ...]  # its arguments before the stream
+    after: tuple[Any, ...]  # between the stream and the values
+    values: list[Any]  # of all parameters
+    pointers: tuple[tuple[int, _Maps | None], ...]  # in them the place of each tensor, and its maps if a map
+    varying: tuple[int, ...]  # in them the places of what varies
+    nested: bool  # whether the launcher takes the values as one argument
 
 
 _plans: dict[Hashable, _Plan] = {}
 _compiled: dict[Hashable, Any] = {}  # Triton's kernels, which many plans share
+_maps: dict[Hashable, _Maps] = {}  # by all that makes a map but the address
 _MAX_PLANS = 4096
+_MAX_MAPS = 16384  # some 300 bytes each
 
 
 def launch(
     kernel: Any,
     key: Hashable,
-    pointers: tuple[Tensor | View | None, ...],
+    pointers: tuple[Any, ...],
     arguments: Callable[[], tuple[int, dict[str, Any]]],
     varying: tuple[int, ...] = (),
 ) -> None:
@@ -130,63 +137,182 @@ def launch(
             what varies, and of that what the code depends on.
         pointers: the kernel's first parameters, all of its tensors; None where a feature is off.
         arguments: returns the number of programs, and the other parameters with the launch options; among
-            them the descriptor of each `View`, under the name of its parameter.
+            them the descriptor of each tensor that the kernel reads or writes by TMA, under the name of its
+            parameter.
         varying: the arguments that `BY_LENGTH` names, where they vary under this key.
     """
     # a compiled kernel takes an address as it is, but looks a tensor's up once more
-    addresses: list[View | int | None] = []
-    bits, viewed = 0, False
-    for x in pointers:
-        if x is None:
-            addresses.append(None)
-            continue
-        address = x.data_ptr()
+    addresses = [x.data_ptr() for x in pointers if x is not None]
+    bits = 0
+    for address in addresses:
         bits |= address
-        if isinstance(x, View):
-            viewed = True
-            addresses.append(x)
-        else:
-            addresses.append(address)
     aligned = bits % 16 == 0 or tuple([x is None or x.data_ptr() % 16 == 0 for x in pointers])
-    first = pointers[0]
-    assert first is not None
-    device = first.get_device()
+    device = pointers[0].get_device()
     place = (kernel.__name__, device, aligned)
     plan = _plans.get((place, key))
-    hooked = _hooked()
-    if plan is None or hooked:
+    launched = False
+    if plan is None:
         programs, others = arguments()
-        code = None if viewed else (place, _code_key(pointers, others))
-        known = None if hooked else _compiled.get(code)
-        compiled = _launch_by_triton(kernel, programs, pointers, others) if known is None else known
+        code = (place, _code_key(pointers, others))
+        compiled = _compiled.get(code)
         if compiled is None:
-            return  # the interpreter compiles nothing
-        if code is not None:
+            compiled = _launch_by_triton(kernel, programs, others, pointers)
+            if compiled is None:
+                return  # the interpreter compiles nothing
             _compiled[code] = compiled
+            launched = True
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        names = kernel.arg_names[len(pointers) :]
-        plan = _plans[place, key] = _Plan(
-            compiled.run,
-            (programs, 1, 1),
-            (compiled.function, compiled.packed_metadata, None, None, None),
-            tuple([others.get(name) for name in names]),
-            tuple([names.index(name) for name in BY_LENGTH]) if varying else (),
-        )
-        if known is None:
-            return
-    rest = plan.rest
+            _maps.clear()
+            _Maps.held = 0
+        plan = _plans[place, key] = _plan(kernel, compiled, programs, pointers, others, bool(varying))
+    if launched:
+        return
+    if plan.launcher is None or _hooked():
+        _launch_by_triton(kernel, *arguments(), pointers)
+        return
+    values = plan.values.copy()
+    for (index, maps), address in zip(plan.pointers, addresses, strict=True):
+        values[index] = address if maps is None else maps[address]
     if varying:
-        rest = list(rest)
-        for index, value in zip(plan.places, varying, strict=True):
-            rest[index] = value
+        for index, value in zip(plan.varying, varying, strict=True):
+            values[index] = value
     stream = torch._C._cuda_getCurrentRawStream(device)
-    plan.run(*plan.before, stream, *plan.after, *addresses, *rest)
+    if plan.nested:
+        plan.launcher(*plan.before, stream, *plan.after, values)
+    else:
+        plan.launcher(*plan.before, stream, *plan.after, *values)
 
 
-def _launch_by_triton(
-    kernel: Any, programs: int, pointers: tuple[Tensor | View | None, ...], others: dict[str, Any]
-) -> Any:
+def _plan(
+    kernel: Any,
+    compiled: Any,
+    programs: int,
+    pointers: tuple[Any, ...],
+    others: dict[str, Any],
+    varies: bool,
+) -> _Plan:
+    """How to launch a compiled kernel again with other tensors.
+
+    Triton has a function in C that launches and one that encodes a tensor map, and above them Python that
+    encodes each map anew at every launch and differs from release to release. That Python is run once here,
+    with marks in place of what varies and listeners in place of the functions in C. If each mark arrives at
+    one place, these are called without it from then on. Otherwise all of that Python is called each time; a
+    kernel with descriptors then takes Triton's way from its beginning.
+    """
+    names = kernel.arg_names
+    # a kernel that wants memory for itself is given it at each launch
+    sizes = [getattr(compiled.run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if sizes == [0, 0] and not getattr(compiled.run, "gsan_enabled", False):
+        # nothing is launched here, and a release that was never read may raise any of these
+        with contextlib.suppress(AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            return _direct_plan(compiled, programs, names, pointers, others, varies)
+    descriptors = any(name in others for name in names[: len(pointers)])
+    return _Plan(
+        None if descriptors else compiled.run,
+        (programs, 1, 1),
+        (compiled.function, compiled.packed_metadata, None, None, None),
+        [others.get(name) for name in names],
+        tuple([(index, None) for index, x in enumerate(pointers) if x is not None]),
+        tuple([names.index(name) for name in BY_LENGTH]) if varies else (),
+        False,
+    )
+
+
+class _Mark:
+    """Stands for an argument of a launch on its way through Triton's Python."""
+
+
+def _direct_plan(
+    compiled: Any,
+    programs: int,
+    names: list[str],
+    pointers: tuple[Any, ...],
+    others: dict[str, Any],
+    varies: bool,
+) -> _Plan:
+    """The plan that calls the functions in C; raises where it can't be found out how (see `_plan`)."""
+    stream = _Mark()
+    marks = [None if x is None else _Mark() for x in pointers]
+    varied = [_Mark() for _ in BY_LENGTH] if varies else []
+    rest: dict[str, Any] = {**others, **dict(zip(BY_LENGTH, varied, strict=False))}
+    encodings: list[tuple[_Mark, str, tuple[Any, ...]]] = []  # map, function, arguments
+    launches: list[tuple[Any, ...]] = []
+
+    class Encoders:
+        def __getattr__(self, name: str) -> Callable[..., _Mark]:
+            def encode(*arguments: Any) -> _Mark:
+                encodings.append((_Mark(), name, arguments))
+                return encodings[-1][0]
+
+            return encode
+
+    wrapper = launcher = compiled.run.launch
+    listener: Callable[..., Any] = lambda *arguments: launches.append(arguments)  # noqa: E731
+    arguments: list[Any] = list(marks)
+    described = [(index, rest[name]) for index, name in enumerate(names[: len(pointers)]) if name in rest]
+    if described:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        active = SimpleNamespace(utils=Encoders())
+        encoding = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+        make = _with_names(make_tensordesc_arg, {"triton": encoding})
+        launcher = inspect.getclosurevars(wrapper).nonlocals["launcher"]
+        listener = _with_names(wrapper, {"launcher": listener, "make_tensordesc_arg": make})
+        for index, descriptor in described:
+            base = SimpleNamespace(data_ptr=lambda mark=marks[index]: mark)
+            arguments[index] = SimpleNamespace(**{**vars(descriptor), "base": base})
+    outermost = copy.copy(compiled.run)
+    outermost.launch = listener
+    arguments += [rest.get(name) for name in names[len(pointers) :]]
+    hooks = (None, None, None)
+    outermost(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments)
+
+    (heard,) = launches
+    places: list[tuple[_Mark, _Maps | None]] = [(mark, None) for mark in marks if mark is not None]
+    for tensor_map, name, given in encodings:
+        (address,) = [x for x in given if isinstance(x, _Mark)]
+        at, index = given.index(address), places.index((address, None))
+        before, after = given[:at], given[at + 1 :]
+        key = (pointers[0].get_device(), name, _hashable(before), _hashable(after))
+        encode = getattr(triton.runtime.driver.active.utils, name)
+        maps = _maps.setdefault(key, _Maps(encode, before, after))
+        places[index] = (tensor_map, maps)
+
+    first = heard.index(stream)
+    nested = isinstance(heard[-1], list | tuple)
+    start = len(heard) - 1 if nested else heard.index(places[0][0])
+    values = list(heard[-1] if nested else heard[start:])
+    wanted = [stream, *(mark for mark, _ in places), *varied]
+    arrived = [x for x in (*heard[:start], *values) if isinstance(x, _Mark)]
+    if len(arrived) != len(wanted) or first >= start:
+        raise ValueError("another number of marks arrives than was sent")
+    if any(hasattr(x, "data_ptr") for x in (*heard[:start], *values)):
+        raise ValueError("memory arrives that is for one launch alone")
+    return _Plan(
+        launcher,
+        heard[:first],
+        heard[first + 1 : start],
+        [None if isinstance(x, _Mark) else x for x in values],
+        tuple([(values.index(mark), maps) for mark, maps in places]),
+        tuple([values.index(mark) for mark in varied]),
+        nested,
+    )
+
+
+def _with_names(function: Any, names: dict[str, Any]) -> Any:
+    """A copy of a Python function for which these global or enclosing names mean something else."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple([CellType(names[name]) if name in names else cell for name, cell in cells])
+    return FunctionType(code, {**function.__globals__, **names}, code.co_name, function.__defaults__, closure)
+
+
+def _hashable(arguments: tuple[Any, ...]) -> Hashable:
+    return tuple([tuple(x) if isinstance(x, list) else x for x in arguments])
+
+
+def _launch_by_triton(kernel: Any, programs: int, others: dict[str, Any], pointers: tuple[Any, ...]) -> Any:
     """Compiles a kernel where need be and launches it; returns it, or None from the interpreter."""
     named = {**dict(zip(kernel.arg_names, pointers, strict=False)), **others}
     # Triton 3.10 turns fusion off by default; without it products and sums round twice
@@ -197,15 +323,16 @@ def _code_key(pointers: tuple[Any, ...], others: dict[str, Any]) -> Hashable:
     """What a kernel's code depends on: every new length of a cache is a new plan, but hardly ever new code.
 
     Of a number that varies from call to call Triton asks no more than is asked here: whether it is 1, a
-    multiple of 16, and fits 32 bits.
+    multiple of 16, and fits 32 bits. Of a descriptor it asks for the block.
     """
     dtypes = tuple([None if x is None else x.dtype for x in pointers])
-    values = [
-        (value == 1) + 2 * (value % 16 == 0) + 4 * (-(1 << 31) <= value < 1 << 31)
-        if name in _VARYING or name[:7] == "stride_"
-        else value
-        for name, value in others.items()
-    ]
+    values = []
+    for name, value in others.items():
+        if name in _VARYING or name[:7] == "stride_":
+            value = (value == 1) + 2 * (value % 16 == 0) + 4 * (-(1 << 31) <= value < 1 << 31)
+        elif hasattr(value, "block_shape"):  # a descriptor
+            value = (tuple(value.block_shape), repr(value.layout))
+        values.append(value)
     return dtypes, tuple(values)
 
 

@@ -120,7 +120,9 @@ _128 = HopperTile(2, 128, 128, 2, 240, True, False)
 _256 = HopperTile(2, 64, 256, 2, 240, True, True)
 
 
-def choose_hopper_tile(head_dim: int, q_len: int, num_heads: int, multiprocessors: int) -> HopperTile:
+def choose_hopper_tile(
+    head_dim: int, q_len: int, num_heads: int, multiprocessors: int, segments: bool, dropout: bool
+) -> HopperTile:
     """The tile of the Hopper forward.
 
     Args:
@@ -128,10 +130,14 @@ def choose_hopper_tile(head_dim: int, q_len: int, num_heads: int, multiprocessor
         q_len: number of queries of a sequence.
         num_heads: heads over the whole batch.
         multiprocessors: of the GPU; an item for each is wanted before items grow.
+        segments: whether there are; they are short where sequences are packed.
+        dropout: whether there is; it takes registers.
     """
     if head_dim > 64:
         return _128 if head_dim <= 128 else _256
-    tile = _TALL_64 if q_len <= 1024 else _WIDE_64
+    tile = _TALL_64 if q_len <= 1024 or segments else _WIDE_64
+    if dropout and tile is _WIDE_64:
+        return _SMALL_64
     rows = tile.CONSUMERS * HOPPER_BLOCK_M
     items = -(-q_len // rows) * num_heads
     return tile if q_len > 128 and items >= multiprocessors else _SMALL_64

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from streamattn import attention
-from streamattn.dispatch import Backend, choose
+from streamattn.dispatch import Backend, Masks, choose
 from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, keep_of, relative_errors, run
 from tests.gpu.peers import NAMES, sdpa
@@ -55,7 +55,7 @@ def compare(case: Case, dtype: torch.dtype, peer: SDPBackend, rms_factor: float,
 @pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
 def test_auto_is_the_kernel(head_dim, dtype):
     q = torch.zeros(1, 1, 16, head_dim, device="cuda", dtype=dtype)
-    options: dict[str, Any] = {"plain": True, "scale": 1.0, "window_left": UNBOUNDED}
+    options: dict[str, Any] = {"masks": Masks(), "scale": 1.0, "window_left": UNBOUNDED}
     assert choose(Backend.AUTO, q, q, q, softcap=5.0, dropout_p=0.1, **options) is Backend.TRITON
 
 

@@ -10,17 +10,17 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from streamattn import attention
-from streamattn.dispatch import Backend, choose, unavailable
+from streamattn.dispatch import Backend, Masks, choose, unavailable
 from streamattn.kernels import launch
 from streamattn.pattern import UNBOUNDED
-from tests.cases import LAYOUTS, Case, Inputs, expected, relative_errors
+from tests.cases import LAYOUTS, Case, Inputs, expected, keep_of, relative_errors
 from tests.gpu.peers import sdpa
 
 pytestmark = pytest.mark.gpu
 
 HALF = [torch.bfloat16, torch.float16]
 OPTIONS: dict[str, Any] = {
-    "plain": True,
+    "masks": Masks(),
     "scale": 0.1,
     "window_left": UNBOUNDED,
     "softcap": 0.0,
@@ -49,12 +49,14 @@ def compare(case: Case, dtype: torch.dtype) -> None:
     compare_on(case.build(dtype, "cuda"), case)
 
 
-def compare_on(inputs: Inputs, case: object) -> None:
-    want, dtype = expected(inputs), inputs.q.dtype
+def compare_on(inputs: Inputs, case: object, keep: torch.Tensor | None = None, seed: int = 0) -> None:
+    want, dtype = expected(inputs, keep), inputs.q.dtype
     with torch.no_grad():
+        torch.manual_seed(seed)
         out, lse = attention(
             inputs.q, inputs.k, inputs.v, **inputs.options, return_lse=True, backend="hopper"
         )
+        torch.manual_seed(seed)
         theirs, _ = attention(
             inputs.q, inputs.k, inputs.v, **inputs.options, return_lse=True, backend="triton"
         )
@@ -93,6 +95,93 @@ def test_queries_and_keys_of_different_number(sizes, head_dim, causal, poisoned)
 @pytest.mark.parametrize("sizes", [(1024, 1024), (1500, 1500), (777, 777), (700, 500)], ids=str)
 def test_windows(sizes, window, head_dim, poisoned):
     compare(Case(q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, window_size=window), torch.bfloat16)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "ragged": {"lengths": "ragged"},
+    "extreme": {"lengths": "extreme"},
+    "documents": {"segments": "ids"},
+    "capped": {"softcap": 3.0, "scale": 0.5},
+    "dropped": {"dropout_p": 0.2},
+    "all": {"segments": "ids", "softcap": 20.0, "dropout_p": 0.1},
+    "capped ragged": {"lengths": "ragged", "softcap": 20.0},
+}
+
+
+@pytest.mark.parametrize("window", [None, "causal", (90, 40)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("batch", "size"), [(2, 64), (2, 333), (8, 700), (4, 1300)], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, batch, size, head_dim, window, poisoned):
+    """Few heads: fixed work; many: drawn. With 700 and 1300 queries head_dim 64 has tiles of its own."""
+    case = Case(
+        batch=batch,
+        q_heads=6,
+        kv_heads=3,
+        q_len=size,
+        kv_len=size,
+        head_dim=head_dim,
+        causal=window == "causal",
+        window_size=window if isinstance(window, tuple) else None,
+        layout="bthd",
+        **FEATURES[feature],
+    )
+    inputs = case.build(torch.bfloat16 if batch > 2 else torch.float16, "cuda")
+    if batch > 2 and "segment_ids" in inputs.options:
+        inputs.options["segment_ids"][1, ::7] = -1  # padding in every tile, and nothing else in one row
+        inputs.options["segment_ids"][2] = -1
+    compare_on(inputs, case, keep_of(case, 5, "cuda"), seed=5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [(100, 700), (700, 100)], ids=str)
+def test_lengths_of_other_keys(size, causal, head_dim, poisoned):
+    case = Case(
+        batch=5, q_heads=4, q_len=size[0], kv_len=size[1], head_dim=head_dim, causal=causal, lengths="ragged"
+    )
+    compare(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("feature", ["kv_lengths", "segment_ids"])
+def test_what_padding_holds_reaches_nothing(feature, causal, head_dim):
+    size = 700
+    q, k, v = torch.randn(3, 6, 4, size, head_dim, device="cuda", dtype=torch.bfloat16)
+    at = torch.arange(size, device="cuda")
+    options: dict[str, Any]
+    if feature == "kv_lengths":
+        options = {feature: torch.tensor([700, 699, 640, 130, 1, 0], device="cuda")}
+        hidden = at >= options[feature][:, None]
+    else:
+        ids = (at // 300).int().repeat(6, 1)
+        ids[0, :200], ids[1, 500:], ids[2, ::3], ids[3, 64:128], ids[4] = -1, -2, -1, -1, -9
+        options, hidden = {feature: ids}, ids < 0
+    want = attention(q, k, v, causal=causal, return_lse=True, backend="hopper", **options)
+    for poison in (torch.nan, torch.inf):
+        dirty = [x.masked_fill(hidden[:, None, :, None], poison) for x in (k, v)]
+        got = attention(q, *dirty, causal=causal, return_lse=True, backend="hopper", **options)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_fit_the_forward_of_features(head_dim, feature):
+    """The portable backward takes this forward's out and lse, and drops what it dropped."""
+    case = Case(
+        batch=3, q_heads=4, q_len=500, kv_len=500, head_dim=head_dim, causal=True, **FEATURES[feature]
+    )
+    inputs = case.build(torch.bfloat16, "cuda")
+    gradients = []
+    for backend in ("hopper", "triton"):
+        torch.manual_seed(3)
+        out = attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.options)
+        gradients.append(torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout))
+    for ours, theirs in zip(*gradients, strict=True):
+        rms, _ = relative_errors(ours.double(), theirs.double(), 1e-30)
+        assert rms < 3e-3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -200,9 +289,8 @@ def test_in_a_cuda_graph():
 @pytest.mark.parametrize(
     ("shapes", "options"),
     [
-        ({}, {"plain": False}),
-        ({}, {"softcap": 2.0}),
-        ({}, {"dropout_p": 0.1}),
+        ({}, {"masks": Masks(attn_mask=torch.zeros(1, 1, 1, 1))}),
+        ({}, {"masks": Masks(sinks=torch.zeros(2))}),
         ({}, {"scale": -1.0}),
         ({"dtype": torch.float32}, {}),
         ({"head_dim": 60}, {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import BuiltinFunctionType
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from streamattn import attention
+from streamattn.dispatch import Backend, unavailable
 from tests.cases import Case, Result, expected, judge, relative_errors, run
 from tests.oracle import attend
 
@@ -299,3 +302,146 @@ def test_no_length_compiles_another_kernel():
         attention(q, k[:, :, :length], k[:, :, :length], causal=True, backend="triton")
         counts.append(compiled())
     assert counts[-1] - counts[0] <= 2
+
+
+class TestTensorMaps:
+    """What the Hopper kernel reads and writes is told to it by encoded maps, which are kept by address."""
+
+    @pytest.fixture(autouse=True)
+    def encodings(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The addresses of the maps that the short way has encoded."""
+        reason = unavailable(Backend.HOPPER, torch.device("cuda"))
+        if reason is not None:
+            pytest.skip(reason)
+        from streamattn.kernels import launch
+
+        encoded: list[int] = []
+        original = launch._Maps.__missing__
+
+        def noting(maps: Any, address: int) -> Any:
+            encoded.append(address)
+            return original(maps, address)
+
+        monkeypatch.setattr(launch._Maps, "__missing__", noting)
+        for name in ("_plans", "_maps"):
+            monkeypatch.setattr(launch, name, {})
+        return encoded
+
+    @staticmethod
+    def tensors(size: int = 300, heads: int = 4) -> list[Tensor]:
+        return list(torch.randn(3, 2, heads, size, 64, device="cuda", dtype=torch.bfloat16))
+
+    @staticmethod
+    def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
+        """A causal call, or the ``out`` of one, against float64."""
+        if out is None:
+            out = attention(q, k, v, causal=True, backend="hopper")
+        want, _ = attend(q, k, v, causal=True)
+        assert relative_errors(out, want)[0] < 1.5e-2
+
+    def test_the_functions_in_c_are_called(self):
+        """Triton's Python between is not needed on any release that the kernel is for."""
+        from streamattn.kernels import launch
+
+        for size in (128, 300):
+            self.check(*self.tensors(size))
+        launchers = [plan.launcher for plan in launch._plans.values()]
+        assert launchers
+        assert {type(launcher) for launcher in launchers} == {BuiltinFunctionType}
+
+    def test_tensors_that_lie_where_they_lay_are_not_encoded_again(self, encodings):
+        q, k, v = self.tensors()
+        self.check(q, k, v)
+        self.check(q, k, v)
+        assert {x.data_ptr() for x in (q, k, v)} <= set(encodings)
+        kept = [q, k, v]
+        for _ in range(4):
+            before = len(encodings)
+            for x in (q, k, v):
+                x.copy_(torch.randn_like(x))
+            out = attention(q, k, v, causal=True, backend="hopper")
+            assert encodings[before:] in ([], [out.data_ptr()])
+            self.check(q, k, v, out)
+            kept.append(out)  # so that each output lies elsewhere
+        assert len(set(encodings)) == len(encodings)
+
+    def test_other_addresses_are_encoded(self, encodings):
+        kept = [self.tensors() for _ in range(3)]
+        self.check(*kept[0])
+        for tensors in kept:
+            self.check(*tensors)
+            assert {x.data_ptr() for x in tensors} <= set(encodings)
+
+    def test_memory_that_was_freed_and_has_another_layout_now(self):
+        """One block of memory as fused [B, T, 3, H, D], as [3, B, H, T, D], of another length, and so on."""
+        store = torch.empty(2 * 384 * 3 * 4 * 64, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            for fused in (True, False):
+                for size in (384, 256, 100):
+                    part = store[: 2 * size * 3 * 4 * 64].normal_()
+                    if fused:
+                        q, k, v = part.view(2, size, 3, 4, 64).permute(2, 0, 3, 1, 4)
+                    else:
+                        q, k, v = part.view(3, 2, 4, size, 64)
+                    assert q.data_ptr() == store.data_ptr()
+                    self.check(q, k, v)
+
+    def test_lengths_of_keys_at_one_address(self):
+        """Slices of a cache differ in nothing but the length that their maps end at."""
+        _, k, v = self.tensors(512)
+        for size in [*range(200, 260, 7), *range(200, 260, 7)]:
+            q = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+            self.check(q, k[:, :, :size], v[:, :, :size])
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_a_graph_keeps_its_own_addresses(self, causal):
+        """Eager calls between its replays, elsewhere, change none; the kernel copies its maps at launch."""
+        q, k, v = self.tensors(1024, heads=40)
+        attention(q, k, v, causal=causal, backend="hopper")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            first = attention(q, k, v, causal=causal, backend="hopper")
+            second = attention(first, k, v, causal=causal, backend="hopper")
+        for _ in range(3):
+            for x in (q, k, v):
+                x.copy_(torch.randn_like(x))
+            attention(*self.tensors(1024, heads=40), causal=causal, backend="hopper")
+            graph.replay()
+            one = attention(q, k, v, causal=causal, backend="hopper")
+            assert torch.equal(first, one)
+            assert torch.equal(second, attention(one, k, v, causal=causal, backend="hopper"))
+
+    def test_threads_on_streams_of_their_own(self):
+        calls = [self.tensors(200 + 100 * n) for n in range(3)]
+        want = [attention(*tensors, causal=True, backend="hopper") for tensors in calls]
+        torch.cuda.synchronize()
+        right: list[bool] = []
+
+        def repeat(n: int) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(200):
+                    got = attention(*calls[n], causal=True, backend="hopper")
+                    right.append(torch.equal(got, want[n]))
+
+        threads = [threading.Thread(target=repeat, args=(n % 3,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(right) == 1200
+        assert all(right)
+
+    def test_no_length_compiles_another_kernel(self):
+        from streamattn.kernels.hopper_forward import hopper_fwd_kernel
+
+        def compiled() -> int:
+            return sum(len(cache[0]) for cache in hopper_fwd_kernel.device_caches.values())
+
+        _, k, v = self.tensors(2048)
+        counts = []
+        for size in [1000, *range(1001, 1065)]:
+            q = torch.randn(2, 4, size, 64, device="cuda", dtype=torch.bfloat16)
+            attention(q, k[:, :, :size], v[:, :, :size], causal=True, backend="hopper")
+            counts.append(compiled())
+        assert counts[-1] == counts[0]

@@ -20,6 +20,7 @@ INTERPRETED = [
     "test_mask_gradient.py",
     "test_primitives.py",
     "test_properties.py",
+    "test_segments.py",
 ]
 COMPILED = ["test_tiles_compiled.py", "test_hopper_forward.py"]
 

@@ -24,7 +24,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"window": (UNBOUNDED, 0)},
     "window": {"window": (300, 0)},
     "window, diagonal in two tiles": {"window": (300, 7), "kv_len": 9000},
+    "lengths": {"window": (UNBOUNDED, 0), "lengths": True},
+    "segments": {"window": (UNBOUNDED, 0), "segments": True},
+    "softcap": {"window": (UNBOUNDED, 0), "softcap": 30.0},
+    "dropout": {"window": (UNBOUNDED, 0), "dropout_p": 0.1},
 }
+FEATURES = ["lengths", "segments", "softcap", "dropout"]
 
 
 @pytest.fixture
@@ -35,20 +40,30 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..
     def keep(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
         seen.append(Launch(kernel, {**dict(zip(kernel.arg_names, pointers, strict=False)), **arguments()[1]}))
 
-    class Properties:
-        multi_processor_count = 132
-
     def compile_one(
-        head_dim: int, q_len: int, dtype: torch.dtype, window: tuple[int, int], kv_len: int | None = None
+        head_dim: int,
+        q_len: int,
+        dtype: torch.dtype,
+        window: tuple[int, int],
+        kv_len: int | None = None,
+        lengths: bool = False,
+        segments: bool = False,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
     ) -> Compiled:
         monkeypatch.setattr(hopper_forward, "launch", keep)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+        monkeypatch.setattr(hopper_forward, "multiprocessor_count", lambda device: 132)
         q = torch.empty(5, q_len, 8, head_dim, dtype=dtype, device="meta").transpose(1, 2)
         k, v = (
             torch.empty(5, kv_len or q_len, 4, head_dim, dtype=dtype, device="meta").transpose(1, 2)
             for _ in "kv"
         )
-        hopper_forward.attention_forward(q, k, v, 0.1, *window)
+        spans = ids = torch.empty(5, 64, dtype=torch.int32, device="meta") if segments else None
+        kv_lengths = torch.empty(5, dtype=torch.int32, device="meta") if lengths else None
+        seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p > 0.0 else None
+        hopper_forward.attention_forward(
+            q, k, v, spans, ids, kv_lengths, seed, 0.1, *window, softcap, dropout_p
+        )
         return compiled(seen[-1], "sm_90", tmp_path)
 
     return compile_one
@@ -74,8 +89,17 @@ def test_the_main_cases_spill_little_and_overlap(title, head_dim, q_len, compile
     judge(compile_call(head_dim, q_len, torch.bfloat16, **CALLS[title]), head_dim)
 
 
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 1024), (128, 4096)])
+@pytest.mark.parametrize("title", FEATURES)
+def test_features_overlap_too(title, head_dim, q_len, compile_call):
+    binary = compile_call(head_dim, q_len, torch.bfloat16, **CALLS[title])
+    assert binary.shared <= SHARED_BYTES["sm_90"]
+    assert binary.spills < binary.instructions.total() / 10
+    assert 0 < 4 * binary.product_waits <= binary.instructions["HGMMA"], "the products are serialized"
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("title", ["window", "window, diagonal in two tiles"])
+@pytest.mark.parametrize("title", ["window", "window, diagonal in two tiles", *FEATURES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("head_dim", "q_len"), [(64, 128), (64, 1024), (64, 8192), (128, 4096), (256, 512)])
 def test_windows_fit_too(head_dim, q_len, dtype, title, compile_call):

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import streamattn.kernels.launch as launch_file
 from streamattn import attention
@@ -92,14 +96,12 @@ class FakeKernel:
     def __init__(self) -> None:
         self.by_triton: list[dict[str, Any]] = []
         self.short: list[tuple[Any, ...]] = []
+        self.run: Any = lambda *arguments: self.short.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any) -> None:
-            self.short.append(arguments)
-
         def by_triton(**arguments: Any) -> Any:
             self.by_triton.append(arguments)
-            return SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
+            return SimpleNamespace(run=self.run, function=7, packed_metadata=(4, 1, 0))
 
         return by_triton
 
@@ -186,12 +188,328 @@ def test_what_varies_under_a_key_is_passed_anew(fake):
     ]
 
 
+class Launcher:
+    """A launcher of Triton's for a function in C, as `FakeKernel.run`."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch: Callable[..., None], memory: int = 0) -> None:
+        self.launch, self.memory, self.called = launch, memory, 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.called += 1
+        memory = torch.zeros(self.memory) if self.memory else None
+        self.launch(memory, *arguments)
+
+
+@pytest.mark.parametrize("memory", [0, 4])
+def test_tritons_python_is_passed_by_unless_it_allocates(memory, fake):
+    kernel = fake(torch.zeros(20))
+    kernel.run = Launcher(kernel.run, memory)
+    x = torch.zeros(20).half()
+    for _ in range(3):
+        fake(x)
+    assert kernel.run.called == (2 if memory else 0)
+    given = [arguments[0] for arguments in kernel.short[-2:]]
+    assert [y if y is None else len(y) for y in given] == [memory or None] * 2
+    assert memory == 0 or given[0] is not given[1]
+    code, pointers = (7, (4, 1, 0), None, None, None), (x.data_ptr(), None)
+    assert kernel.short[-1][1:] == (5, 1, 1, 11, *code, *pointers, 1, 20, 16)
+
+
 def test_a_profiler_of_tritons_hears_of_each_launch(fake, monkeypatch):
     kernel = fake(torch.zeros(20))
     monkeypatch.setattr(launch_file, "_hooked", lambda: True)
     fake(torch.zeros(20))
     assert len(kernel.by_triton) == 2
     assert kernel.short == []
+
+
+class Encoders:
+    """Stands for Triton's driver: notes each tensor map that it encodes, and gives out what it was told."""
+
+    def __init__(self) -> None:
+        self.encoded: list[tuple[Any, ...]] = []
+
+    def fill_tma_descriptor(self, *arguments: Any) -> tuple[Any, ...]:
+        self.encoded.append(plain(arguments))
+        return "map", self.encoded[-1]
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+
+def plain(x: Any) -> Any:
+    """Lists and tuples alike, and of tensors the addresses, as the functions in C take them."""
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple([plain(y) for y in x]) if isinstance(x, list | tuple) else x
+
+
+class MapKernel:
+    """A kernel that reads x by TMA and y not, below it Triton's own Python and no function in C."""
+
+    __name__ = "map_kernel"
+    arg_names = ("x_desc", "y_ptr", "seed_ptr", "q_len", *reversed(BY_LENGTH), "BLOCK_M")
+
+    def __init__(self, launched: Callable[..., None]) -> None:
+        self.by_triton, self.runs = 0, True
+        signature: dict[str, str] = dict.fromkeys(self.arg_names, "i32")
+        signature.update(x_desc="tensordesc<bf16[1,1,16,64]>", y_ptr="*fp32")
+        signature.update(seed_ptr="constexpr", BLOCK_M="constexpr")
+        map_of = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 16, 64]}
+        self.map_of = {**map_of, "fp4_padded": False}
+        self.run: Any = CudaLauncher.__new__(CudaLauncher)
+        self.run.launch = wrap_handle_tensordesc(launched, signature, [self.map_of])
+        self.run.arg_annotations, self.run.kernel_signature, self.run.num_ctas = [], b"", 1
+        self.run.launch_cooperative_grid = self.run.launch_pdl = self.run.gsan_enabled = False
+        for kind in ("global", "profile"):
+            setattr(self.run, f"{kind}_scratch_size", 0)
+            setattr(self.run, f"{kind}_scratch_align", 1)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def by_triton(**arguments: Any) -> Any:
+            self.by_triton += 1
+            values = [arguments[name] for name in self.arg_names]
+            if self.runs:
+                self.run(*grid, 11, 7, (4, 1, 0), None, None, None, *values)
+            return SimpleNamespace(run=self.run, function=7, packed_metadata=(4, 1, 0))
+
+        return by_triton
+
+
+class Maps:
+    """Launches a `MapKernel`, and keeps what a GPU would be told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.driver = Encoders()
+        self.launched: list[tuple[Any, ...]] = []
+        self.kernel = MapKernel(lambda *arguments: self.launched.append(plain(arguments)))
+
+    @property
+    def encoded(self) -> list[tuple[Any, ...]]:
+        return self.driver.encoded
+
+    def __call__(
+        self, x: Tensor, y: Tensor, block: int = 16, swizzle: int = 128, kv_len: int | None = None
+    ) -> tuple[Any, ...]:
+        """Launches on x [B, H, T, 64] and y [T]; returns what arrived at the function in C.
+
+        A ``kv_len`` and the strides that grow with it vary under one key.
+        """
+        lengths = tuple([(kv_len or 0) * factor for factor in (1, 32, 16, 64, 128)])
+        layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+        strides, shape = list(x.stride()), list(x.shape)
+        width = swizzle // 2
+
+        def arguments() -> tuple[int, dict[str, Any]]:
+            descriptor = TensorDescriptor(x, shape, strides, [1, 1, block, width], layout)
+            others = {"q_len": len(y), "BLOCK_M": block, "num_warps": 4}
+            return 5, {"x_desc": descriptor, **dict(zip(BY_LENGTH, lengths, strict=True)), **others}
+
+        # what the compiler would say of the descriptor
+        self.kernel.map_of.update(block_size=[1, 1, block, width], elem_type=10 - (x.dtype == torch.float16))
+        self.kernel.map_of.update(swizzle={64: 2, 128: 3}[swizzle])
+        key = (x.shape, x.stride(), x.dtype, y.shape, block, swizzle)
+        varying = () if kv_len is None else lengths
+        launch_file.launch(self.kernel, (key, kv_len is None), (x, y, None), arguments, varying)
+        return self.launched[-1]
+
+    def by_triton(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        """The same, every time by Triton's own way."""
+        with self.monkeypatch.context() as patched:
+            patched.setattr(launch_file, "_hooked", lambda: True)
+            return self(*arguments, **options)
+
+
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> Maps:
+    made = Maps(monkeypatch)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=made.driver), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11, raising=False)
+    for name in ("_plans", "_compiled", "_maps"):
+        monkeypatch.setattr(launch_file, name, {})
+    monkeypatch.setattr(launch_file._Maps, "held", 0)
+    return made
+
+
+def rows(length: int = 40, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(2, 3, length, 64, dtype=dtype)
+
+
+def test_the_short_way_and_tritons_give_the_same_to_the_functions_in_c(maps):
+    x, y = rows(), torch.zeros(20)
+    first = maps(x, y)
+    assert maps.kernel.by_triton == 1
+    encoded = maps.encoded[0]
+    assert maps(x, y) == first
+    assert maps.kernel.by_triton == 1
+    assert maps.encoded == [encoded, encoded]
+    other_x, other_y = rows(), torch.zeros(20)
+    short = maps(other_x, other_y)
+    assert maps.kernel.by_triton == 1
+    assert maps.by_triton(other_x, other_y) == short
+    assert maps.kernel.by_triton == 2
+    assert maps.encoded[-1] == maps.encoded[-2] == (other_x.data_ptr(), *encoded[1:])
+
+
+def test_a_map_is_encoded_once_for_an_address(maps):
+    x, y, other = rows(), torch.zeros(20), rows()
+    maps(x, y)
+    encoded = []
+    for tensor in (x, x, other, x, other):
+        maps(tensor, torch.zeros(20))
+        encoded.append(len(maps.encoded))
+    assert encoded == [2, 2, 3, 3, 3]
+    assert maps.kernel.by_triton == 1
+
+
+def test_plans_share_a_map(maps):
+    """It depends on address and layout alone."""
+    x, y = rows(), torch.zeros(20)
+    maps(x, y)
+    maps(x, y)
+    maps(x, torch.zeros(32))
+    assert len(launch_file._plans) == 2
+    maps(x, torch.zeros(32))
+    assert len(launch_file._maps) == 1
+    assert len(maps.encoded) == 3  # two by Triton's way, for other code
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (lambda x: x[:, :, :32], {}),
+        (lambda x: x[:, :2], {}),
+        (lambda x: x[:1], {}),
+        (lambda x: x.as_strided(x.shape, (3 * 64 * 40, 64, 3 * 64, 1)), {}),
+        (lambda x: x.view(torch.float16), {}),
+        (lambda x: x, {"block": 32}),
+        (lambda x: x, {"swizzle": 64}),
+    ],
+    ids=["length", "heads", "batch", "strides", "dtype", "block", "swizzle"],
+)
+def test_what_makes_another_map_is_never_given_an_old_one(change, options, maps):
+    x, y = rows(), torch.zeros(20)
+    for _ in range(2):
+        maps(x, y)
+    other = change(x)
+    assert other.data_ptr() == x.data_ptr()
+    for _ in range(2):
+        maps(other, y, **options)
+    assert maps.encoded[-1] != maps.encoded[0]
+    assert maps.encoded[-1][0] == x.data_ptr()
+    # what was last launched is what Triton would have made of it, and the old map is still there
+    short = maps(other, y, **options)
+    encodings = len(maps.encoded)
+    assert maps(x, y) != short
+    assert len(maps.encoded) == encodings
+    assert maps.by_triton(other, y, **options) == short
+
+
+def test_each_gpu_has_its_own_maps(maps, monkeypatch):
+    x, y = rows(), torch.zeros(20)
+    for device in (0, 1):
+        monkeypatch.setattr(Tensor, "get_device", lambda self, device=device: device)
+        for _ in range(2):
+            maps(x, y)
+    assert len(launch_file._maps) == 2
+    assert maps.kernel.by_triton == 2
+
+
+def test_a_new_length_of_a_descriptor_is_planned_without_triton(maps):
+    y = torch.zeros(20)
+    maps(rows(40), y)
+    x = rows(41)
+    short = maps(x, y)
+    assert maps.kernel.by_triton == 1
+    assert maps.by_triton(x, y) == short
+
+
+def test_what_varies_finds_its_places_in_c(maps):
+    x, y = rows(), torch.zeros(20)
+    maps(x, y, kv_len=7)
+    for kv_len in (9, 11, 13):
+        short = maps(x, y, kv_len=kv_len)
+        assert maps.kernel.by_triton == 1
+        assert maps.by_triton(x, y, kv_len=kv_len) == short
+        maps.kernel.by_triton = 1
+    assert len(launch_file._plans) == 1
+
+
+def test_a_launch_of_another_thread_in_between_changes_nothing(maps, monkeypatch):
+    x, y = rows(), torch.zeros(20)
+    maps(x, y)
+    alone = maps(x, y)
+    others = [(rows(), torch.zeros(20))]
+
+    def interrupted(device: int) -> int:
+        if others:
+            maps(*others.pop())
+        return 11
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", interrupted)
+    assert maps(x, y) == alone
+    assert not others
+
+
+def test_code_depends_on_the_block_of_a_descriptor_and_on_no_length():
+    def code(length: int, block: int, swizzle: int) -> Any:
+        layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+        x = rows(length)
+        shape, strides = list(x.shape), list(x.stride())
+        descriptor = TensorDescriptor(x, shape, strides, [1, 1, block, 32], layout)
+        return launch_file._code_key((x,), {"x_desc": descriptor})
+
+    assert code(40, 16, 64) == code(41, 16, 64)
+    assert len({code(40, 16, 64), code(40, 32, 64), code(40, 16, 32)}) == 3
+
+
+def test_maps_are_bounded(maps, monkeypatch):
+    monkeypatch.setattr(launch_file, "_MAX_MAPS", 3)
+    y = torch.zeros(20)
+    tensors = [rows(length) for length in (40, 41, 40, 41, 40)]
+    for _ in range(3):
+        for x in tensors:
+            short = maps(x, y)
+            assert sum(len(kept) for kept in launch_file._maps.values()) <= 3
+            assert maps.by_triton(x, y) == short
+
+
+def test_plans_and_their_maps_are_bounded(maps, monkeypatch):
+    monkeypatch.setattr(launch_file, "_MAX_PLANS", 4)
+    y = torch.zeros(20)
+    for length in range(33, 47):
+        maps(rows(length), y)
+        maps(rows(length), y)
+        assert len(launch_file._plans) <= 4
+        assert len(launch_file._maps) <= 4
+        assert launch_file._Maps.held == sum(len(kept) for kept in launch_file._maps.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run, launched: setattr(run, "global_scratch_size", 8),
+        lambda run, launched: setattr(run, "profile_scratch_size", 8),
+        lambda run, launched: delattr(run, "profile_scratch_size"),
+        lambda run, launched: setattr(run, "gsan_enabled", True),
+        # a launcher under another name, and one in C
+        lambda run, launched: setattr(run, "launch", lambda *given, c=run.launch: c(*given)),
+        lambda run, launched: setattr(run, "launch", launched.append),
+    ],
+    ids=["scratch", "profiled", "no scratch", "sanitized", "renamed", "in C"],
+)
+def test_where_tritons_python_is_another_its_own_way_is_taken(change, maps):
+    """Each launch, as the addresses in a descriptor are not to be found."""
+    change(maps.kernel.run, maps.launched)
+    maps.kernel.runs = False  # the changed one could not
+    maps.launched.append(())
+    x, y = rows(), torch.zeros(20)
+    for count in (1, 2, 3):
+        maps(x, y)
+        assert maps.kernel.by_triton == count
+    assert not launch_file._maps
 
 
 def test_numbers_of_one_code_are_one_to_triton():

@@ -75,20 +75,26 @@ def test_tiles_are_pinned():
         tile.BLOCK_M = 128  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def chosen(head_dim: int, q_len: int, num_heads: int, segments: bool = False, dropout: bool = False):
+    return choose_hopper_tile(head_dim, q_len, num_heads, 132, segments, dropout)
+
+
 def test_hopper_tiles_grow_with_the_work():
-    tall, wide = choose_hopper_tile(64, 1024, 100, 132), choose_hopper_tile(64, 1025, 100, 132)
+    tall, wide = chosen(64, 1024, 100), chosen(64, 1025, 100)
     assert tall.CONSUMERS > wide.CONSUMERS
     assert tall.BLOCK_N < wide.BLOCK_N
     # 48 items of 256 queries would leave most of 132 multiprocessors without work
-    assert choose_hopper_tile(64, 1024, 12, 132).CONSUMERS == 2
-    assert choose_hopper_tile(64, 128, 1000, 132).CONSUMERS == 2
+    assert chosen(64, 1024, 12).CONSUMERS == 2
+    assert chosen(64, 128, 1000).CONSUMERS == 2
+    assert chosen(64, 1025, 100, segments=True) == tall
+    assert chosen(64, 1025, 100, dropout=True).CONSUMERS == 2
 
 
 @pytest.mark.parametrize("q_len", [64, 500, 5000])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 136, 192, 256])
 def test_hopper_tiles_are_what_the_kernel_takes(head_dim, q_len):
     for num_heads in (1, 10_000):
-        tile = choose_hopper_tile(head_dim, q_len, num_heads, 132)
+        tile = chosen(head_dim, q_len, num_heads)
         assert head_dim <= tile.BLOCK_D
         assert tile.CONSUMERS in (2, 3, 4)
         assert 8 + 2 * tile.STAGES <= 16, "two named barriers a stage, from the eighth on"

@@ -1,0 +1,169 @@
+"""Gluon steps that kernels for Hopper share: instructions that Triton has no word for, dropout, softcap."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from streamattn.kernels.primitives import LOG2E, PHILOX_ROUNDS
+
+# Triton takes the named barriers below this one for itself
+FIRST_BARRIER = gl.constexpr(8)
+PHILOX_A = gl.constexpr(0xD2511F53)
+PHILOX_B = gl.constexpr(0xCD9E8D57)
+PHILOX_KEY_A = gl.constexpr(0x9E3779B9)
+PHILOX_KEY_B = gl.constexpr(0xBB67AE85)
+
+
+@gluon.jit
+def exp2(x):
+    """2^x, one instruction: results below 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to one unit in the last place, one instruction: 0 for infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def at_barrier(ASM: gl.constexpr, index, threads):
+    """An instruction on a named barrier of so many threads, by all threads of a warp."""
+    gl.inline_asm_elementwise(
+        ASM,
+        "=r,r,r",
+        [gl.to_tensor(index), gl.to_tensor(threads)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def release(index, threads):
+    """Hands a buffer back: this warp arrives at the named barrier and waits for nobody.
+
+    An mbarrier's arrival would make the warps of a consumer wait for one another first.
+    """
+    at_barrier("bar.arrive $1, $2; mov.u32 $0, 0;", index, threads)
+
+
+@gluon.jit
+def await_release(index, threads):
+    """The producer's side of `release`."""
+    at_barrier("bar.sync $1, $2; mov.u32 $0, 0;", index, threads)
+
+
+@gluon.jit
+def softcapped(s, scale, softcap):
+    """softcap * tanh(scale * s / softcap) in base 2, from products s; by 1 - 2 / (1 + e^(2 x)).
+
+    Its absolute error, which is what an exponential feels, is some 2^-22 of the softcap.
+    """
+    slope = gl.minimum(2.0 * LOG2E * scale / softcap, 3e38)  # infinity times 0 would be NaN
+    e = exp2(s * slope)
+    cap2 = softcap * LOG2E
+    return cap2 - 2.0 * cap2 * reciprocal(1.0 + e)
+
+
+@gluon.jit
+def philox(seed, c0, c1, c2):
+    """Four uint32 of the counter (c0, c1, c2, 0), as `triton.language.philox`."""
+    k0 = seed.to(gl.uint32)
+    k1 = (seed >> 32).to(gl.uint32)
+    c3 = gl.zeros_like(c0)
+    for _ in gl.static_range(PHILOX_ROUNDS):
+        x = c0.to(gl.uint64) * PHILOX_A  # one instruction, where two halves of a product would be two
+        y = c2.to(gl.uint64) * PHILOX_B
+        c0 = (y >> 32).to(gl.uint32) ^ c1 ^ k0
+        c1 = y.to(gl.uint32)
+        c2 = (x >> 32).to(gl.uint32) ^ c3 ^ k1
+        c3 = x.to(gl.uint32)
+        k0 += PHILOX_KEY_A
+        k1 += PHILOX_KEY_B
+    return c0, c1, c2, c3
+
+
+@gluon.constexpr_function
+def call_layout(block_n):
+    """Layout [64, block_n / 16] of generator calls: a call lies in the thread that holds its keys' scores."""
+    blocks = [[0, 4 << i] for i in range((block_n // 64).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[8, 0], *blocks],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, block_n // 16],
+    )
+
+
+@gluon.jit
+def random_words(seed, head, i_first, first_key, BLOCK_N: gl.constexpr):
+    """Four uint32 [64, BLOCK_N / 16] for `drop`; see `primitives.keep_tile`.
+
+    A thread of a warpgroup's product holds just the 16 keys of a block of 64 which one call of the generator
+    serves.
+    """
+    CALLS: gl.constexpr = BLOCK_N // 16
+    LAYOUT: gl.constexpr = call_layout(BLOCK_N)
+    rows = i_first + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    calls = first_key // 16 + gl.arange(0, CALLS, layout=gl.SliceLayout(0, LAYOUT))
+    zeros = gl.zeros([64, CALLS], gl.uint32, layout=LAYOUT)
+    c0 = zeros + rows.to(gl.uint32)[:, None]
+    c1 = zeros + calls.to(gl.uint32)[None, :]
+    return philox(seed, c0, c1, zeros + head.to(gl.uint32))
+
+
+@gluon.constexpr_function
+def narrow_and_drop(half):
+    """PTX: two probabilities as one pair of 16 bits, each 0 where its random number is below the limit.
+
+    The numbers and limits are pairs of float16, which one instruction compares.
+    """
+    return (
+        "{ .reg .b32 kept; set.ge.u32.f16x2 kept, $3, $4; "
+        f"cvt.rn.{half}x2.f32 $0, $2, $1; and.b32 $0, $0, kept; }}"
+    )
+
+
+@gluon.jit
+def two_bytes(words, PRMT: gl.constexpr):
+    """Two bytes of each word as 1024 + byte, a pair of float16."""
+    return gl.inline_asm_elementwise(PRMT, "=r,r", [words], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def drop(p, words, drop_threshold, dtype: gl.constexpr):
+    """p [64, BLOCK_N] of a product, 0 where dropped, in pairs of 16 bits: uint32 [64, BLOCK_N / 2].
+
+    Carried from one tile to the next as single 16-bit values, they would be taken apart and put together.
+    """
+    BLOCK_N: gl.constexpr = p.shape[1]
+    HALF: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    even, odd = gl.split(p.reshape([64, BLOCK_N // 2, 2]))
+    w0, w1, w2, w3 = words
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([64, BLOCK_N // 64, 4, 4])
+    # [M, block, c, word]
+    first = two_bytes(words, "prmt.b32 $0, $1, 0x64646464, 0x4140;")
+    second = two_bytes(words, "prmt.b32 $0, $1, 0x64646464, 0x4342;")
+    drawn = gl.join(first, second).permute([0, 1, 3, 4, 2]).reshape([64, BLOCK_N // 2])
+    drawn = gl.convert_layout(drawn, even.type.layout)
+    limit = (drop_threshold | (drop_threshold << 16)) | 0x64006400
+    return gl.inline_asm_elementwise(
+        narrow_and_drop(HALF), "=&r,f,f,r,r", [even, odd, drawn, limit], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `drop` packed, [64, BLOCK_N], in the layout of an operand of a product: nothing moves."""
+    twice = gl.join(pairs, pairs).reshape([64, 2 * pairs.shape[1]])
+    p = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=dtype.value, is_pure=True, pack=2
+    )
+    return gl.convert_layout(p, LAYOUT)
