@@ -3,14 +3,15 @@
 Contract. A compact mask is an int32 tensor [B, R, 1, Tk]. Row 0 is the segment s of each key, -1 - s where it
 is hidden, and row 1 that of the query in its place; the last dimension may be 1: no key is hidden. The last
 row, if there are lengths, repeats the number of keys that hold tokens. What is the same for all places is in
-the number of rows, which is known while compiling:
-``R = 2 + WINDOWED + BIDIRECTIONAL + LENGTHS``, each if it applies. A batch of 1 stands for any.
+the number of rows, which is known while compiling: ``R = ROWS[WINDOWED + BIDIRECTIONAL + LENGTHS]``, each if
+it applies. A batch of 1 stands for any.
 
 Queries in places of padding see the tokens before them, as under HuggingFace's own masks: labels may be there
 that nobody hid.
 
 It has four dimensions because HuggingFace's models hand such masks on to their layers as they are. It can't
-be taken for a user's mask, which is bool or floating: an integer one is an error.
+be taken for a user's mask, which is bool or floating: an integer one is an error. A layer that doesn't know
+what it was given, and would add it to its scores, raises unless it has just R heads: hence the odd numbers.
 
 Left out on purpose: the width of a window, which the layer or its configuration knows.
 """
@@ -25,7 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WINDOWED, BIDIRECTIONAL, LENGTHS = 1, 2, 4
-"""What the number of rows of a compact mask says beyond the first."""
+"""What the number of rows of a compact mask says."""
+
+ROWS = (7, 11, 13, 17, 19, 23, 29, 31)
+"""Numbers of rows: more than are written, and no model's number of heads."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def write(
         windowed: whether it sees only keys near its own place.
         device: of the mask, if there are no segments.
     """
-    count = 2 + WINDOWED * windowed + BIDIRECTIONAL * (not causal) + LENGTHS * (lengths is not None)
+    count = ROWS[WINDOWED * windowed + BIDIRECTIONAL * (not causal) + LENGTHS * (lengths is not None)]
     if segment_ids is None:
         rows = torch.zeros((1, count, 1, 1), dtype=torch.int32, device=device)
         if lengths is not None:
@@ -74,17 +78,17 @@ def is_compact(mask: Any) -> bool:
     """Whether a mask is a compact one."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
         return False
-    return mask.shape[2] == 1 and 0 <= mask.shape[1] - 2 <= WINDOWED + BIDIRECTIONAL + LENGTHS
+    return mask.shape[2] == 1 and mask.shape[1] in ROWS
 
 
 def is_causal(mask: Tensor) -> bool:
     """Whether a compact mask lets a query see only keys up to its own place."""
-    return not (mask.shape[1] - 2) & BIDIRECTIONAL
+    return not ROWS.index(mask.shape[1]) & BIDIRECTIONAL
 
 
 def is_windowed(mask: Tensor) -> bool:
     """Whether a compact mask lets a query see only keys near its own place."""
-    return bool((mask.shape[1] - 2) & WINDOWED)
+    return bool(ROWS.index(mask.shape[1]) & WINDOWED)
 
 
 def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
@@ -104,7 +108,7 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
         raise ValueError(f"the layer holds {batch} sequences, its model made the mask for {rows}")
     if 1 < width < kv_len:
         raise ValueError(f"the layer holds {kv_len} keys, its model made the mask for {width} of them")
-    has_lengths, has_segments = bool((count - 2) & LENGTHS), width > 1 or kv_len == 1
+    has_lengths, has_segments = bool(ROWS.index(count) & LENGTHS), width > 1 or kv_len == 1
     if not (has_lengths or has_segments):
         return Seen(None, None)
     mask = mask.expand(batch, -1, -1, -1)

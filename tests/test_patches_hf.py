@@ -417,6 +417,24 @@ def test_a_block_that_has_no_attention(family: str) -> None:
 
 
 @needs_unchanged_masks
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_block_of_another_model_raises(family: str, attn: str, heads: int) -> None:
+    """With as many heads as a compact mask has rows, it could add them to its scores."""
+    names = {"gpt2": ["n_head"], "olmo2": ["num_attention_heads", "num_key_value_heads"]}
+    sizes: dict[str, Any] = dict.fromkeys(names[family], heads)
+    patched, other = patch_model(build(family, attn, **sizes)), build(family, attn, **sizes)
+    ids, mask = left_padding(tokens(2, 9), 0, 3)
+    for model in (patched, other):
+        assert torch.isfinite(model(ids, attention_mask=mask).logits).all()
+    blocks, others = (
+        each.transformer.h if family == "gpt2" else each.model.layers for each in (patched, other)
+    )
+    blocks[1] = others[1]
+    with pytest.raises((RuntimeError, ValueError)):
+        patched(ids, attention_mask=mask)
+
+
+@needs_unchanged_masks
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_block_made_later_understands_the_masks(family: str, padded: bool) -> None:
     """Of the model's configuration, without a patch: it asks for this implementation by its name."""
