@@ -25,11 +25,9 @@ from patches import hf, interface
 from patches.views import plain
 
 _ARGUMENTS = hf.argument_names(GPT2Attention.forward)
+_MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
 # The oldest releases hand a layer its own (k, v) and expect the grown pair back.
 _TUPLE_CACHE = "layer_past" in _ARGUMENTS
-
-
-_MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
 
 
 def prepare_mask(model: GPT2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

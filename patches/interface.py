@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,17 @@ _MASK_MAKERS = frozenset(
 
 _TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers whose masks of packed documents are known."""
+
+PlainMasks = Literal["any positions", "no positions"] | None
+"""When a module's masks hide nothing but later keys, if it gets none and has no cache.
+
+"any positions": whatever positions it gets, as long as none start again; "no positions": if it gets none, so
+that transformers' reading of gaps stays; None: it may make masks of another kind, or look at its own.
+"""
+
+# Of the names of modules: up to a place inside the innermost numbered block, and the numbers.
+_SLOT = re.compile(r"(?:.*\.)?\d+\.[^.]+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _NAMED, _SHARED = ModelConfig.__dict__["named"].__get__, LayerConfig.__dict__["shared"].__get__
 
@@ -125,8 +137,10 @@ def attention_function(
         complete = attention_mask.dim() == 4
         if attention_mask.dim() == 2 and attention_mask.shape[1] < kv_len:
             filled = attention_mask.shape[1]
-    elif causal and 1 < q_len < kv_len and _mask_maker(module.config) in _DENSE:
-        filled = q_len  # their models make no mask for a static cache that was empty
+    elif causal and 1 < q_len < kv_len and _mask_maker(module.config) in (*_DENSE, NAME):
+        # Dense implementations make no mask for a static cache that was empty. This one always makes one:
+        # without it the layer is in another model than its configuration says.
+        filled = q_len
     if complete:
         causal, sliding_window, cu_seqlens = False, None, None
     else:
@@ -239,9 +253,13 @@ def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Itera
         if type(layer).extra_repr is nn.Module.extra_repr:
             layer.__dict__["extra_repr"] = shown
     everyone = set(attention_layers)
-    views = _views(model, everyone)
-    for config in _wholly_patched(model, everyone):
-        next(each for each in views if each.shared is config).rename(True)
+    for config, wholly in _held(model, everyone):
+        if isinstance(config, ModelConfig) and not wholly:
+            config.rename(False)
+    _hand_out_views(model, everyone)
+    for config, wholly in _held(model, everyone):
+        if wholly:
+            config.rename(True)
     for module in model.modules():
         names = _document_arguments(module)
         if names and not _document_hooks(module) and any(map(_takes_compact_masks, module.modules())):
@@ -271,21 +289,48 @@ def release(model: nn.Module) -> None:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
-def _wholly_patched(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
-    """The configurations under which every attention layer understands compact masks."""
+def _held(model: nn.Module, attention_layers: set[nn.Module]) -> list[tuple[Any, bool]]:
+    """Configurations, as modules hold them, and whether all attention under one understands compact masks.
+
+    Args:
+        model: a module.
+        attention_layers: all attention layers of the model.
+    """
     found: dict[int, tuple[Any, list[nn.Module]]] = {}
     for module in model.modules():
-        config = plain(module.__dict__.get("config"))
+        config = module.__dict__.get("config")
         if isinstance(config, PretrainedConfig) and module not in attention_layers:
             found.setdefault(id(config), (config, []))[1].append(module)
-    chosen = []
+    # torch's own layers get no masks
+    layers = {layer for layer in attention_layers if not isinstance(layer, nn.MultiheadAttention)}
+    held = []
     for config, holders in found.values():
-        inner = {layer for holder in holders for layer in holder.modules() if layer in attention_layers}
-        # they get no masks
-        inner = {layer for layer in inner if not isinstance(layer, nn.MultiheadAttention)}
-        if inner and all(map(_takes_compact_masks, inner)):
-            chosen.append(config)
-    return chosen
+        inner = {layer for holder in holders for layer in holder.modules() if layer in layers}
+        if inner:
+            known = not any(
+                _makes_masks_for_torch(each) or _has_unknown_attention(each, inner) for each in holders
+            )
+            held.append((config, known and all(map(_takes_compact_masks, inner))))
+    return held
+
+
+def _makes_masks_for_torch(module: nn.Module) -> bool:
+    """Whether a module makes a mask and works on it, for torch's own attention layers can't read it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or not any(isinstance(child, nn.MultiheadAttention) for child in module.children()):
+        return False
+    return any(name.startswith("create_") and name.endswith("_mask") for name in _names(code))
+
+
+def _has_unknown_attention(model: nn.Module, layers: set[nn.Module]) -> bool:
+    """Whether a block of a model has something else in the place where another has one of `layers`."""
+    places: dict[str, list[nn.Module]] = {}
+    attention: set[str] = set()
+    for name, module in model.named_modules():
+        places.setdefault(_NUMBER.sub("*", name), []).append(module)
+        if module in layers and (slot := _SLOT.match(name)):
+            attention.add(_NUMBER.sub("*", slot[0]))
+    return any(layers.isdisjoint(module.modules()) for place in attention for module in places[place])
 
 
 def _takes_compact_masks(layer: nn.Module) -> bool:
@@ -307,10 +352,11 @@ def _uses(code: CodeType) -> list[str]:
     return [name for load in loads for name in (load if isinstance(load, tuple) else (load,))]
 
 
-def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
-    """The views of a model's configurations, handed to all its modules but to layers that look a name up.
+def _hand_out_views(model: nn.Module, attention_layers: set[nn.Module]) -> None:
+    """Give views of a model's configurations to all its modules but to layers that look a name up.
 
-    Where no configuration gets this implementation's name, the model keeps those it has.
+    Where no configuration gets this implementation's name, the model keeps those it has. So do modules of
+    another model that shares one with a patched model, if not all of its own layers are patched.
     """
     named = {layer for layer in attention_layers if not replacement_of(layer)}
     others = [module for module in model.modules() if module not in named]
@@ -321,10 +367,13 @@ def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
         if isinstance(value, PretrainedConfig)
     ]
     views = next((value.views for _, _, value in held if isinstance(value, ModelConfig)), [])
-    if not views and not _wholly_patched(model, attention_layers):
-        return []
+    whole = _held(model, attention_layers)
+    if not views and not any(wholly for _, wholly in whole):
+        return
+    kept = {id(config) for config, wholly in whole if not wholly}
+    kept &= {id(each.shared) for each in views if each.named}
     for module, name, value in held:
-        if not isinstance(value, ModelConfig):
+        if not isinstance(value, ModelConfig) and id(value) not in kept:
             known = next((each for each in views if each.shared is value), None)
             if known is None:
                 known = view(ModelConfig, value)
@@ -334,13 +383,12 @@ def _views(model: nn.Module, attention_layers: set[nn.Module]) -> list[Any]:
     for layer in filter(_is_adopted, attention_layers):
         config = layer.__dict__["config"]
         known = next((each for each in views if each.shared is plain(config)), None)
-        if known is not None:
+        if known is not None and id(known.shared) not in kept:
             object.__setattr__(config, "shared", known)
-    return views
 
 
 def keep_documents_apart(
-    names: tuple[str, ...], plain_masks: str | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], plain_masks: PlainMasks, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a model that makes masks: documents packed into a row become a compact mask.
 
@@ -349,7 +397,7 @@ def keep_documents_apart(
 
     Args:
         names: the model's arguments, in order.
-        plain_masks: as `_plain_masks` says.
+        plain_masks: when the masks that the model makes hide nothing but later keys.
         model: the model.
         args: its arguments by position.
         kwargs: its arguments by name.
@@ -445,7 +493,10 @@ def _masks_of_documents(model: Any, starts: Tensor, mask: Tensor | None) -> Tens
     config = model.config
     types = set(getattr(config, "layer_types", None) or ())
     if not types:
-        return compact.of_documents(starts, mask, getattr(config, "sliding_window", None) is not None)
+        # a width alone says nothing: some have one that they never use
+        slides = "create_sliding_window_causal_mask" in _makers(type(model))
+        windowed = slides and getattr(config, "sliding_window", None) is not None
+        return compact.of_documents(starts, mask, windowed)
     if not types <= _TYPES or not _takes_masks_by_type(model):
         return compact.of_documents(starts, mask)
     masks = {
@@ -487,12 +538,8 @@ def _document_arguments(module: nn.Module) -> tuple[str, ...]:
     return names if {"attention_mask", "position_ids"} <= set(names) else ()
 
 
-def _plain_masks(module: nn.Module) -> str | None:
-    """When a module's masks hide nothing but later keys, if it gets none and has no cache.
-
-    "any positions": whatever positions it gets, as long as none start again; "no positions": if it gets none,
-    so that transformers' reading of gaps stays; None: it may make masks of another kind, or look at its own.
-    """
+def _plain_masks(module: nn.Module) -> PlainMasks:
+    """See `PlainMasks`."""
     decoders = (getattr(replacement_of(layer), "decoder", None) for layer in module.modules())
     if any(decoder is not None and decoder.forward is type(module).forward for decoder in decoders):
         return "any positions"

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Model
 
-from patches import hf
+from patches import hf, interface
 
 _ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
@@ -34,7 +34,7 @@ class StreamOlmo2Attention(Olmo2Attention):
     """`Olmo2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
 
     decoder = Olmo2Model
-    decoder_hook = None if hf.MASKS_PASS_UNCHANGED else staticmethod(refuse_documents)
+    decoder_hook = None if interface.makes_masks(Olmo2Model) else staticmethod(refuse_documents)
 
     @staticmethod
     def unsupported(module: Olmo2Attention) -> str | None:

@@ -11,7 +11,8 @@ replacement
 - lives at module level under its own name, so that patched models pickle;
 - has a static ``unsupported(module) -> str | None``, the reason why this instance can't be served;
 - may name a ``decoder``, the class of the module that hides nothing but later keys from the layers, and a
-  static ``decoder_hook``, a forward pre-hook for it in releases whose models make their masks themselves;
+  static ``decoder_hook``, a forward pre-hook for it in releases where it makes its masks itself, None where
+  transformers' functions make them (`patches.interface.makes_masks`);
 - may have static ``attach(model)`` and ``detach(model)``, which settle what stands around the layers: run
   after they have changed sides, any number of times, and before they change back.
 

@@ -43,7 +43,8 @@ class LayerConfig:
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, value: str | None) -> None:
-        self.shared._attn_implementation_internal = value
+        if value != NAME:  # which a model made of a view writes back to it
+            self.shared._attn_implementation_internal = value
 
     @property
     def output_attentions(self) -> bool | None:
@@ -93,6 +94,8 @@ class ModelConfig(LayerConfig):
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, value: str | None) -> None:
+        if self.named and value == NAME:  # as a model made of a view writes what it read
+            return
         self.rename(value == NAME)
         self.shared._attn_implementation_internal = value
 

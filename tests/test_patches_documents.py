@@ -103,3 +103,16 @@ def test_starts() -> None:
     want = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
     assert torch.equal(compact.document_starts(positions, mask), want)
     assert torch.equal(compact.document_starts(positions[:1], None), want[:1])
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, in_a_graph], ids=["eager", "compiled"])
+def test_a_width_that_a_model_does_not_use(models: tuple[Any, Any], wrapped: Any) -> None:
+    """Some configurations have a window's width, and their models no windows."""
+    patched, model = models
+    for each in models:
+        each.config.sliding_window = 3
+    ids = hf_models.tokens(1, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    got = wrapped(patched)(ids, position_ids=positions, use_cache=False).logits
+    want = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :4], ids[:, 4:])], dim=1)
+    assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import transformers
 
 from patches import patch_model, patch_report, unpatch_model
-from tests.hf_families import FAMILIES, LENGTH, build, dense_masks, pair, spy_layers
-from tests.hf_models import tokens
+from tests import hf_families, hf_models
+from tests.hf_families import FAMILIES, LENGTH, build, dense_masks, pair, present, spy_layers
+from tests.hf_models import TOLERANCE, error_where, left_padding, tokens
 
 pytest.importorskip("transformers.masking_utils", reason="this release makes masks in each model")
 
@@ -76,6 +78,54 @@ def test_it_is_a_configuration_of_its_class() -> None:
     other = transformers.AutoModelForCausalLM.from_config(model.config)
     assert type(other) is transformers.LlamaForCausalLM
     assert not patch_report(other).patched
+
+
+SIBLINGS: dict[str, Callable[[Any, Path], Any]] = {
+    "class": lambda config, saved: saved_class(saved)(config),
+    "from_pretrained": lambda config, saved: saved_class(saved).from_pretrained(saved, config=config),
+    "auto": lambda config, saved: transformers.AutoModelForCausalLM.from_config(config),
+    "copy": lambda config, saved: saved_class(saved)(copy.deepcopy(config)),
+}
+
+
+def saved_class(saved: Path) -> Any:
+    return getattr(transformers, json.loads((saved / "config.json").read_text())["architectures"][0])
+
+
+@pytest.mark.parametrize("how", SIBLINGS)
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [*hf_models.FAMILIES, *present("Llama", "OLMo-3")])
+def test_a_model_made_of_a_patched_ones_configuration(name: str, attn: str, how: str, tmp_path: Path) -> None:
+    """transformers writes the name that a new model reads in it back to it."""
+    model: Any = (hf_models if name in hf_models.FAMILIES else hf_families).build(name, attn)
+    model.save_pretrained(tmp_path)
+    config = model.config
+    other = type(model)(config).eval()
+    arguments = {"input_ids": tokens(2, 9), "attention_mask": left_padding(tokens(2, 9), 0, 3)[1]}
+    before = other(**arguments).logits
+    expected = model(**arguments).logits
+    patch_model(model)
+    patched = model(**arguments).logits
+
+    made = SIBLINGS[how](model.config, tmp_path).eval()
+    made.load_state_dict(model.state_dict())
+    assert config._attn_implementation == other.config._attn_implementation == attn
+    assert torch.equal(other(**arguments).logits, before)
+    assert torch.equal(model(**arguments).logits, patched)
+    mask = arguments["attention_mask"]
+    assert error_where(mask, made(**arguments).logits, expected) < TOLERANCE
+    assert not patch_report(made).patched
+
+    assert unpatch_model(model).config is config
+    assert config._attn_implementation == attn
+    assert torch.equal(model(**arguments).logits, expected)
+    assert error_where(mask, made(**arguments).logits, expected) < TOLERANCE
+
+
+def test_a_layers_configuration_makes_a_model_too() -> None:
+    model = patch_model(build("Llama"))
+    transformers.LlamaForCausalLM(model.get_submodule(FIRST).config)
+    assert unpatch_model(model).config._attn_implementation == "eager"
 
 
 def test_copies_are_independent() -> None:
