@@ -2,8 +2,9 @@
 
 ``torchrun --nproc-per-node N -m streamattn.finetune configs/<name>.yaml [--key value ...]``, or
 ``streamattn finetune ...`` in one process. The loop, DDP, precision, schedule, logging, evaluation and
-checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text, and
-this file builds the trainer, finds the checkpoint to go on from, and reports.
+checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text,
+`streamattn.run_folder` minds the output folder, and this file builds the trainer, finds the checkpoint to go
+on from, and reports.
 
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
 and leaves ``output_dir`` as it was. No run overwrites another: an unfinished one goes on or is left alone, a
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -58,23 +60,12 @@ from streamattn.data import (
     train_tokenizer,
     write_blocks,
 )
-from streamattn.job import (
-    Job,
+from streamattn.job import Job, check_batches, check_causal, check_launch, job_keys, load_shape, read_job
+from streamattn.run_folder import (
     RecordWorldSize,
-    check_batches,
-    check_causal,
-    check_launch,
-    check_movable,
-    drop_prepared,
-    holds_run,
-    job_keys,
+    RunFolder,
     last_checkpoint,
     last_step,
-    load_shape,
-    make_prepared,
-    read_job,
-    restarts,
-    take_output_dir,
     trainer_state,
     why_incomplete,
 )
@@ -113,15 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = sorted(job_keys() - {"context_parallel_size"})  # only its default is served yet
         print(f"keys: {', '.join(keys)}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
-    status, job, trainer = 0, None, None
+    status, job, folder, trainer = 0, None, None, None
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         try:
             job = read_job(arguments)
+            folder = RunFolder(job, os.environ)
             if check_launch(job, os.environ):
                 _join_process_group(job)
             with hub_or_cache(job.model, job.tokenizer, job.data):
-                trainer, checkpoint = build_trainer(job)
+                trainer, checkpoint = build_trainer(job, folder)
         except (ValueError, OSError) as error:
             raise Refused(_one_line(error)) from error
         train(trainer, checkpoint)
@@ -137,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"streamattn finetune: interrupted; {_way_on(job, trainer)}", file=sys.stderr)
         status = 130
     finally:
-        if job is not None:
-            drop_prepared(job)
+        if folder is not None:
+            folder.close()
     # DDP's reducer must not be the last to hold the process group: it would keep the GIL while it waits for
     # Gloo's thread, which may wait for the GIL.
     del trainer
@@ -147,8 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def build_trainer(job: Job) -> tuple[Trainer, str | None]:
+def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
     """Everything up to the first step: arguments, tokenizer, blocks of text, the patched model.
+
+    Args:
+        job: the job.
+        folder: its ``output_dir``; the caller closes it.
 
     Returns:
         The trainer, and the checkpoint to go on from.
@@ -160,7 +156,7 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     """
     with _refusing("transformers.TrainingArguments"):
         arguments = TrainingArguments(**job.training)
-    checkpoint, starts = _checkpoint_to_resume(job, arguments)
+    checkpoint, starts = _checkpoint_to_resume(job, arguments, folder)
     set_seed(arguments.seed)
     if job.model is not None:
         config = _from_pretrained(AutoConfig, "model", job.model)
@@ -169,8 +165,8 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
     if checkpoint is not None:
         _check_same_shape(checkpoint, config)
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
-        text = _prepare_text(job, arguments, config, checkpoint, job.prepared if starts else job.output_dir)
-        tokenizer, train_blocks, held_out = text
+        place = folder.prepared if starts else folder.path
+        tokenizer, train_blocks, held_out = _prepare_text(job, arguments, config, checkpoint, place)
     if job.model is not None:
         # Training keeps float32 weights, whatever the file holds; bf16: true computes in bfloat16 from them.
         model = _from_pretrained(AutoModelForCausalLM, "model", job.model, config=config).float()
@@ -205,7 +201,7 @@ def build_trainer(job: Job) -> tuple[Trainer, str | None]:
             callbacks=[RecordWorldSize(arguments.world_size)],
         )
     # Before all others: TensorBoard's would write into a folder that is about to move.
-    trainer.callback_handler.callbacks.insert(0, _Begun(job if starts else None, console))
+    trainer.callback_handler.callbacks.insert(0, _Begun(folder if starts else None, console))
     trainer.remove_callback(PrinterCallback if arguments.disable_tqdm else ProgressCallback)
     trainer.add_callback(_Losses() if arguments.disable_tqdm else _LossesAndBar())
     return trainer, checkpoint
@@ -369,14 +365,14 @@ class _Begun(TrainerCallback):
     It stops a run that has no step left, of which Trainer would do one more.
 
     Args:
-        job: of a run that starts in its ``output_dir``; None for one that goes on there.
+        folder: of a run that starts there; None for one that goes on.
         console: where to say what was moved.
     """
 
     yes = False
 
-    def __init__(self, job: Job | None, console: Console) -> None:
-        self.job, self.console = job, console
+    def __init__(self, folder: RunFolder | None, console: Console) -> None:
+        self.folder, self.console = folder, console
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > state.max_steps:
@@ -384,27 +380,30 @@ class _Begun(TrainerCallback):
                 f"resume: the checkpoint is at step {state.global_step} but this job ends at step "
                 f"{state.max_steps}; pass a larger max_steps or num_train_epochs"
             )
-        if self.job is not None and not self.yes:  # auto_find_batch_size begins again
+        if self.folder is not None and not self.yes:  # auto_find_batch_size begins again
             # Each process has opened its blocks by now, for DDP was set up by all of them together.
             with (
                 args.main_process_first(local=args.save_on_each_node, desc="taking the output folder"),
                 _refusing("output_dir"),
             ):
-                if args.should_save and (aside := take_output_dir(self.job)) is not None:
-                    note = f"moved the finished run in {self.job.output_dir} to {aside}"
+                try:
+                    notes = self.folder.take() if args.should_save else []
+                except ValueError as error:  # it names the key itself
+                    raise Refused(_one_line(error)) from error
+                for note in notes:
                     self.console.print(note, markup=False, soft_wrap=True)
         if state.global_step == state.max_steps:
             raise Finished(args.output_dir, state.global_step)
         self.yes = True
 
 
-def _has_begun(trainer: Trainer) -> _Begun:
+def _begun(trainer: Trainer) -> _Begun:
     return next(one for one in trainer.callback_handler.callbacks if isinstance(one, _Begun))
 
 
 def _way_on(job: Job | None, trainer: Trainer | None) -> str:
     """What to do after Ctrl-C."""
-    if job is None or trainer is None or not _has_begun(trainer).yes:
+    if job is None or trainer is None or not _begun(trainer).yes:
         return "no step was trained, so give the same command again"  # a checkpoint may be an earlier run's
     found, _ = last_checkpoint(job.output_dir)
     if found is None:
@@ -430,7 +429,9 @@ def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
             )
 
 
-def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> tuple[str | None, bool]:
+def _checkpoint_to_resume(
+    job: Job, arguments: TrainingArguments, folder: RunFolder
+) -> tuple[str | None, bool]:
     """The checkpoint to go on from, None at a fresh start; and whether the run starts in ``output_dir``.
 
     Into another ``output_dir`` it may start from a checkpoint.
@@ -440,8 +441,11 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> tuple[str |
         Finished: the run to go on with ended, and left no checkpoint from which it could be prolonged.
     """
     output = job.output_dir
+    if arguments.should_save:
+        folder.hold()
+    folder.check_checkpoints()
     # Where the text still waits, the try before this one didn't begin: an earlier run lies there.
-    restarted = restarts() > 0 and not job.prepared.exists()
+    restarted = folder.restarts > 0 and not folder.prepared.exists()
     named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
     found, broken = last_checkpoint(output)
     state = None if found is None else trainer_state(found)
@@ -457,8 +461,8 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> tuple[str |
         if restarted or output.resolve() in Path(named).resolve().parents:
             return named, False
     elif job.resume or restarted:
-        for folder, reason in broken.items():
-            console.print(f"skipping {folder}: {reason}", markup=False, soft_wrap=True)
+        for incomplete, reason in broken.items():
+            console.print(f"skipping {incomplete}: {reason}", markup=False, soft_wrap=True)
         if last is not None and ended and arguments.max_steps <= last:
             raise Finished(output, last)
         note = f"resuming from {found}" if found else f"no complete checkpoint in {output}: starting afresh"
@@ -466,14 +470,8 @@ def _checkpoint_to_resume(job: Job, arguments: TrainingArguments) -> tuple[str |
         if found is not None:
             return str(found), False
     if arguments.should_save:
-        make_prepared(job)
-    if state is not None and not ended and state["global_step"] < state["max_steps"]:
-        raise ValueError(
-            f"{output} holds an unfinished run at step {state['global_step']} of {state['max_steps']}; "
-            "go on with --resume, or start afresh with another --output_dir"
-        )
-    if holds_run(output):
-        check_movable(job)
+        folder.prepare()
+    folder.check_start()
     return named, True
 
 
@@ -491,7 +489,7 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
         state = trainer_state(Path(checkpoint))
         first_step, first_logged = state["global_step"], len(state["log_history"])
     try:
-        with _refusing("transformers.Trainer", _has_begun(trainer)):
+        with _refusing("transformers.Trainer", _begun(trainer)):
             result = trainer.train(resume_from_checkpoint=checkpoint)
     except Finished:
         if last_step(Path(arguments.output_dir or "")) == trainer.state.global_step:
@@ -536,7 +534,7 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
         speed = f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
         table.add_row("tokens/s", speed)
     table.add_row("peak memory", _peak_memory(arguments.device))
-    table.add_row("saved in", arguments.output_dir)
+    table.add_row("saved in", Text(str(arguments.output_dir)))  # brackets in a path are no markup
     console = Console()
     console.print(table)
     if not math.isfinite(loss):

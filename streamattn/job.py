@@ -1,6 +1,6 @@
 """What a fine-tuning run was asked for: the YAML, the command line, and torchrun's environment variables.
 
-Beside that the checks which need no trainer, and what an earlier run left in ``output_dir``.
+Beside that the checks which need no trainer; `streamattn.run_folder` has what is found in ``output_dir``.
 
 The YAML is flat: the fields of `Job`, and any field of ``transformers.TrainingArguments``. ``--key value`` on
 the command line overrides one of them, ``--resume`` goes on from the last complete checkpoint. Every mistake
@@ -12,18 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import itertools
-import json
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 import time
 import types
 import typing
-import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,14 +27,22 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, PretrainedConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.trainer_callback import ExportableState
 
 MASTER_TIMEOUT = timedelta(seconds=60)
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
+_PATHS = {
+    "output_dir",
+    "model",
+    "shape",
+    "tokenizer",
+    "data",
+    "resume",
+    "resume_from_checkpoint",
+    "logging_dir",
+}
 _LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}"
 
 
@@ -116,14 +120,6 @@ class Job:
         """Where checkpoints, the model, and the packed text go."""
         return Path(self.training["output_dir"])
 
-    @property
-    def prepared(self) -> Path:
-        """Where a new run's tokenizer and text wait until it begins: until then an earlier one may lie there.
-
-        While the folder is there, the run that was to start has not begun.
-        """
-        return self.output_dir.resolve() / ".prepared"
-
     def __post_init__(self) -> None:
         for key in ("model", "shape", "tokenizer", "data"):
             if getattr(self, key) == "":
@@ -165,7 +161,7 @@ def read_job(argv: Sequence[str]) -> Job:
     hints = {**typing.get_type_hints(TrainingArguments), **typing.get_type_hints(Job)}
     values = {key: _typed(key, value, hints[key], texts[key]) for key, value in values.items()}
     # Once, for all who read them: TrainingArguments does it, but for its own output_dir only.
-    values = {key: _expand_home(value) for key, value in values.items()}
+    values = {key: _expand_home(key, value) for key, value in values.items()}
     own = {key: values.pop(key) for key in job_keys() & values.keys()}
     _check_training(values)
     values["output_dir"] = values.get("output_dir") or f"runs/{path.stem}"
@@ -184,7 +180,7 @@ def read_job(argv: Sequence[str]) -> Job:
     return Job(
         config=path,
         training=values,
-        resume=resume if isinstance(resume, bool) else _expand_home(str(resume)),
+        resume=resume if isinstance(resume, bool) else _expand_home("resume", str(resume)),
         **own,
     )
 
@@ -268,9 +264,19 @@ def _check_keys(values: Mapping[str, Any], origin: str) -> None:
             raise ValueError(f"{origin}: unknown key {key!r}; the nearest is {nearest!r}")
 
 
-def _expand_home(value: Any) -> Any:
+def _expand_home(key: str, value: Any) -> Any:
     """A path that starts with ``~``, from the home folder; other values as they are."""
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise ValueError(f"{key}: expected text without a NUL character, got {value!r}")
+    expanded = os.path.expanduser(value)
+    if key in _PATHS and expanded.startswith("~"):
+        raise ValueError(
+            f"{key}: no home folder for {value.partition('/')[0]!r}, got {value!r}; write ./~... for a name "
+            "that starts with ~"
+        )
+    return expanded
 
 
 def _check_training(values: Mapping[str, Any]) -> None:
@@ -381,150 +387,6 @@ def check_batches(arguments: TrainingArguments, train_blocks: int, held_out_bloc
                 f"per_device_{name}_batch_size: expected at most {most}, got {size}: dataloader_drop_last "
                 f"would drop all of the {blocks[name]} blocks; leave it out, or take smaller batches"
             )
-
-
-def trainer_state(folder: Path) -> dict[str, Any]:
-    """What Trainer saved of its state at a checkpoint or, in a run's folder, at the end.
-
-    Raises:
-        OSError: it can't be read.
-        ValueError: it isn't such a state.
-    """
-    file = folder / "trainer_state.json"
-    state = json.loads(file.read_text(encoding="utf-8"))
-    for key, kind in (("global_step", int), ("max_steps", int), ("log_history", list)):
-        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            raise ValueError(f"{file} is damaged: expected {key} ({kind.__name__}) in it")
-    return state
-
-
-class RecordWorldSize(TrainerCallback, ExportableState):
-    """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def state(self) -> dict[str, Any]:
-        """What Trainer saves under this class's name."""
-        return {"args": {"world_size": self.world_size}, "attributes": {}}
-
-
-def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest complete checkpoint in ``output_dir``, and the incomplete ones with what is wrong with each.
-
-    A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
-    """
-    folders = sorted(f for f in output_dir.glob("checkpoint-*") if f.is_dir())
-    broken = {folder: reason for folder in folders if (reason := why_incomplete(folder)) is not None}
-    # By time, not by step: an earlier and longer run may have left higher numbers here.
-    complete = [folder for folder in folders if folder not in broken]
-    return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
-
-
-def why_incomplete(checkpoint: Path) -> str | None:
-    """What is missing or cut off in a checkpoint; None if it is complete."""
-    try:
-        # Rank 0 writes this file last.
-        state = trainer_state(checkpoint)
-        recorded = state["stateful_callbacks"].get(RecordWorldSize.__name__, {})
-        world_size = int(recorded.get("args", {}).get("world_size", 1))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return "no readable trainer_state.json"
-    ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
-    weights = list(checkpoint.glob("*.safetensors"))
-    if not weights:
-        return "no *.safetensors"
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt"):  # compares the header with the file's length
-                pass
-        except (SafetensorError, OSError):
-            return f"{file.name} is cut off"
-    # torch.save writes a zip, whose directory stands at its end.
-    for name in ("optimizer.pt", "scheduler.pt", *ranks):
-        if not (checkpoint / name).exists():
-            return f"no {name}"
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"{name} is cut off"
-    return None
-
-
-def last_step(output_dir: Path) -> int | None:
-    """The step at which the run in ``output_dir`` ended; None if none did."""
-    try:
-        return trainer_state(output_dir)["global_step"]  # this state is saved after the model
-    except (OSError, ValueError):
-        return None
-
-
-def holds_run(output_dir: Path) -> bool:
-    """Whether a run left a complete checkpoint or a model there."""
-    ended = (output_dir / "trainer_state.json").exists() or any(output_dir.glob("*.safetensors"))
-    return ended or last_checkpoint(output_dir)[0] is not None
-
-
-def check_movable(job: Job) -> None:
-    """Raise ValueError if the run in ``job.output_dir`` can't be moved aside, or the job needs it there."""
-    folder = job.output_dir.resolve()
-    if os.path.ismount(folder):
-        raise ValueError(
-            f"output_dir: {folder} holds a finished run, but can't be moved aside, for it is a mount point; "
-            "pass another --output_dir"
-        )
-    for needed in filter(None, (Path.cwd(), job.config, job.model, job.shape, job.tokenizer, job.data)):
-        path = Path(needed).resolve()
-        if path.exists() and folder in (path, *path.parents):
-            raise ValueError(
-                f"output_dir: {folder} holds a finished run, which would be moved aside, but also {path}, "
-                "which this job needs there; pass another --output_dir"
-            )
-
-
-def restarts() -> int:
-    """How often torchrun --max-restarts has started this job again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def make_prepared(job: Job) -> None:
-    """Make `Job.prepared`, or empty it; the folder itself stays, for others may be looking for it."""
-    job.prepared.mkdir(parents=True, exist_ok=True)
-    for part in job.prepared.iterdir():
-        shutil.rmtree(part)
-
-
-def drop_prepared(job: Job) -> None:
-    """Remove what the main process prepared for a run that did not begin, unless torchrun tries once more."""
-    rank = "LOCAL_RANK" if job.training.get("save_on_each_node") else "RANK"
-    tries_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restarts()
-    if os.environ.get(rank, "0") == "0" and tries_left <= 0:
-        shutil.rmtree(job.prepared, ignore_errors=True)  # what stays is replaced by the next run
-
-
-def take_output_dir(job: Job) -> Path | None:
-    """Give ``job.output_dir`` to the run that now begins: an earlier one moves out, `Job.prepared` moves in.
-
-    The earlier run's folder is renamed to the next free ``<output_dir>.1``, ``<output_dir>.2``, ... A link's
-    target is, so that its files stay on their disk and the link leads to the new run.
-
-    Returns:
-        The earlier run's new path; None if there was none.
-
-    Raises:
-        OSError: it can't be renamed.
-    """
-    folder, prepared, aside = job.output_dir.resolve(), job.prepared, None
-    if holds_run(folder):
-        names = (f"{folder.name}.{number}" for number in itertools.count(1))
-        aside = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
-        folder.rename(aside)
-        prepared = aside / prepared.name
-        folder.mkdir()
-    for part in prepared.iterdir():
-        # A run that was killed before its first checkpoint left one, too.
-        shutil.rmtree(folder / part.name, ignore_errors=True)
-        part.rename(folder / part.name)
-    prepared.rmdir()
-    return aside
 
 
 def check_launch(job: Job, environment: Mapping[str, str]) -> bool:

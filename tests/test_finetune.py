@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import patches.hf
 from streamattn import finetune
 from streamattn.job import read_job
+from streamattn.run_folder import RunFolder
 from tests.finetune_jobs import losses, run, start, write_job
 
 _SMALL = """
@@ -94,7 +97,8 @@ def test_the_logit_difference_is_measured(
     monkeypatch.setattr(patches.hf, "attention", lambda *args, **options: 3 * original(*args, **options))
     assert finetune.COMPARED_TOKENS == 512
     monkeypatch.setattr(finetune, "COMPARED_TOKENS", 20)
-    finetune.build_trainer(read_job([str(write_job(tmp_path))]))
+    job = read_job([str(write_job(tmp_path))])
+    finetune.build_trainer(job, RunFolder(job, {}))
     out = capsys.readouterr().out
     (difference,) = re.findall(r"unpatched model on 20 tokens of held-out text: (\S+)", out)
     assert float(difference) > 1e-3
@@ -114,8 +118,8 @@ def test_precision_accumulation_and_clipping_reach_the_layers(
 
     monkeypatch.setattr(patches.hf, "attention", recording)
     values = {"bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 1e-9, "disable_tqdm": False}
-    job = write_job(tmp_path, max_steps=2, learning_rate=1e-2, optim="sgd", **values)
-    trainer, _ = finetune.build_trainer(read_job([str(job)]))
+    job = read_job([str(write_job(tmp_path, max_steps=2, learning_rate=1e-2, optim="sgd", **values))])
+    trainer, _ = finetune.build_trainer(job, RunFolder(job, {}))
     dtypes.clear()
     model = trainer.model
     assert model is not None
@@ -569,6 +573,66 @@ def test_a_finished_run_that_cannot_be_moved(
     assert contents(output) == before
 
 
+@pytest.mark.parametrize("name", ["blocks", "tokenizer", "checkpoint-4"])
+def test_a_corpus_in_the_output_dir_with_one_of_our_names_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    output = tmp_path / "out"
+    job = write_job(tmp_path, data=str(output / name))
+    shutil.copytree(tmp_path / "corpus", output / name)
+    before = contents(tmp_path)
+    for words in ([], ["--resume"], ["--data", str(tmp_path / "corpus")]):
+        line = refused(capsys, str(job), *words)
+        assert str(output / name) in line
+        assert line.endswith("pass another --output_dir") or "pass another --output_dir, or" in line
+        assert contents(tmp_path) == before
+
+
+def test_a_second_job_in_one_output_dir_is_refused(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It once moved the running one aside, after whose first checkpoint the second came to begin."""
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=100_000, save_strategy="steps", save_steps=8)
+    shutil.copytree(undisturbed / "out", output)
+    process = start(str(job))
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "out.1").exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for words in ([], ["--resume"]):
+            line = refused(capsys, str(job), *words)
+            assert f"output_dir: a run of process {process.pid} on " in line
+            assert f" is using {output}; wait for its end, or pass another --output_dir" in line
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out.1"]
+    assert contents(tmp_path / "out.1") == contents(undisturbed / "out")
+
+
+def test_brackets_in_a_path_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, max_steps=1, output_dir=str(tmp_path / "m[/b]"))
+    for _ in range(2):  # the second moves the first
+        assert finetune.main([str(job)]) == 0
+        assert "m[/b]" in capsys.readouterr().out.split("saved in")[1]
+    assert (tmp_path / "m[/b].1" / "model.safetensors").exists()
+
+
+def test_an_output_dir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name, expected in (
+        ("loop", "can't use .*loop as a folder"),
+        ("job.yaml", "can't use .*job.yaml as a folder"),
+        ("job.yaml/x", "can't use .*job.yaml/x as a folder .Not a directory"),
+    ):
+        line = refused(capsys, str(write_job(tmp_path)), "--output_dir", str(tmp_path / name))
+        assert re.search(f"output_dir: {expected}.*; pass another --output_dir", line)
+
+
 def test_a_linked_output_dir_stays_on_its_disk(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -644,18 +708,28 @@ def test_a_job_refused_under_max_restarts_is_refused_again(
 def test_a_name_is_refused_at_once_where_no_hub_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{sock.getsockname()[1]}")
+    """By itself the hub's client asks six times for each file."""
+    requests: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with suppress(OSError):  # the end of the test closes the server
+                while True:
+                    server.accept()[0].close()
+                    requests.append(1)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         job = str(write_job(tmp_path))
         for key, expected in (
             ("data", "data: 'no/such' is neither .* could be loaded .the hub can't be reached"),
             ("model", "model: can't load 'no/such'"),
             ("tokenizer", "tokenizer: can't load 'no/such'"),
         ):
-            start = time.monotonic()
+            requests.clear()
             assert re.search(expected, refused(capsys, job, f"--{key}", "no/such"))
-            assert time.monotonic() - start < 10
+            assert len(requests) == 1, key
+        server.shutdown(socket.SHUT_RDWR)  # closing alone doesn't wake the thread
 
 
 def test_resume_of_a_finished_run_touches_nothing(

@@ -15,11 +15,8 @@ from streamattn.job import (
     Job,
     check_causal,
     check_launch,
-    drop_prepared,
     load_shape,
-    make_prepared,
     read_job,
-    take_output_dir,
 )
 
 LAUNCHED = {
@@ -156,6 +153,18 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("shape: gpt2-nano", ["--tokenizer="], "tokenizer: expected a path or a name, got an empty string"),
         ("shape: gpt2-nano", ["--model", ""], "model: expected a path or a name, got an empty string"),
         ("shape: ''", [], "shape: expected a path or a name, got an empty string"),
+        (
+            "shape: gpt2-nano",
+            ["--output_dir", "~nobody-here/x"],
+            "output_dir: no home folder for '~nobody-here'",
+        ),
+        ("shape: gpt2-nano", ["--resume", "~nobody-here/x"], "resume: no home folder for '~nobody-here'"),
+        ("shape: gpt2-nano", ["--output_dir", '"a\\0b"'], r"output_dir: expected text without a NUL"),
+        (
+            'shape: gpt2-nano\ndata: "a\\0b"',
+            [],
+            r"data: expected text without a NUL character, got 'a\\x00b'",
+        ),
         ("shape: gpt2-nano", ["--resume="], "resume: expected the folder of a checkpoint, or nothing"),
         ("shape: gpt2-nano", ["--seed", "1", "--seed=2"], "command line: --seed comes twice"),
         (
@@ -235,58 +244,6 @@ def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:
 def test_a_missing_shape_names_near_ones() -> None:
     with pytest.raises(ValueError, match=r"near it: .*gpt2-nano.yaml"):
         load_shape("gpt2-nan")
-
-
-def test_a_run_takes_its_output_dir(tmp_path: Path) -> None:
-    """What was prepared replaces what a killed run prepared; an earlier run moves to the next free name."""
-    output = tmp_path / "out"
-    run = job(output_dir=str(output))
-
-    def prepare(text: str) -> None:
-        make_prepared(run)
-        (run.prepared / "blocks").mkdir()
-        (run.prepared / "blocks" / "train").write_text(text, encoding="utf-8")
-
-    def files() -> dict[str, str]:
-        found = (file for file in tmp_path.rglob("*") if file.is_file())
-        return {file.relative_to(tmp_path).as_posix(): file.read_text(encoding="utf-8") for file in found}
-
-    for text in ("first", "second"):
-        prepare(text)
-        prepare(text)
-        assert take_output_dir(run) is None
-        assert files() == {"out/blocks/train": text}
-        (output / "blocks" / "old").write_text("old", encoding="utf-8")
-    (output / "model.safetensors").write_text("model", encoding="utf-8")
-    (tmp_path / "out.1").symlink_to("nowhere")
-    prepare("third")
-    assert take_output_dir(run) == tmp_path / "out.2"
-    earlier = {"blocks/train": "second", "blocks/old": "old", "model.safetensors": "model"}
-    assert files() == {"out/blocks/train": "third"} | {
-        f"out.2/{name}": text for name, text in earlier.items()
-    }
-    assert [path.name for path in output.iterdir()] == ["blocks"]
-
-
-def test_what_was_prepared_is_dropped_by_the_process_that_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And only where torchrun won't try again."""
-    for environment, each_node, dropped in (
-        ({}, False, True),
-        ({"RANK": "1", "LOCAL_RANK": "0"}, False, False),
-        ({"RANK": "1", "LOCAL_RANK": "0"}, True, True),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, True, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, False, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, False, True),
-    ):
-        run = job(output_dir=str(tmp_path / "out"), save_on_each_node=each_node)
-        make_prepared(run)
-        with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            drop_prepared(run)
-        assert run.prepared.exists() != dropped, environment
 
 
 def test_encoders_are_told_from_decoders() -> None:
