@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises unless q, k and v are dense tensors of matching shapes on one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            raise TypeError(
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+            )
         if x.is_nested:
             raise TypeError(f"{name} is a nested tensor; pack the sequences and pass segment_ids instead")
         if x.layout is not torch.strided:
@@ -57,18 +59,22 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (2 <= rank <= 4 and rank == len(k_shape) == len(v_shape)):
         raise ValueError(
             f"q, k, v must all be 4-D ({_FULL_LAYOUT}), 3-D without B or 2-D without B and H, "
-            f"got {_shapes(q, k, v)}"
+            f"got {_shapes(q, k, v)}; add what is missing with unsqueeze"
         )
     if q_shape[-1] != k_shape[-1] or q_shape[-1] == 0:
-        raise ValueError(f"q and k must share a positive head_dim, got {_shapes(q, k, v)}")
+        raise ValueError(
+            f"q and k must share a positive head_dim, got {_shapes(q, k, v)}; project both to one"
+        )
     if k_shape[:-1] != v_shape[:-1]:
-        raise ValueError(f"k and v must agree but for head_dim, got {_shapes(q, k, v)}")
+        raise ValueError(
+            f"k and v must agree but for head_dim, got {_shapes(q, k, v)}; pass one v for each k"
+        )
     if rank == 4 and q_shape[0] != k_shape[0]:
-        raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}")
+        raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}; expand the smaller")
     if rank >= 3 and (k_shape[-3] == 0 or q_shape[-3] == 0 or q_shape[-3] % k_shape[-3] != 0):
         raise ValueError(
             "the heads of q must be a positive multiple of the heads of k and v, "
-            f"got {q_shape[-3]} and {k_shape[-3]}: {_shapes(q, k, v)}"
+            f"got {q_shape[-3]} and {k_shape[-3]}: {_shapes(q, k, v)}; give each k head as many of q's"
         )
 
 
@@ -107,7 +113,12 @@ def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> t
 def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
     """The mask as 4-D, each dimension full or 1; ``q``, ``k`` 4-D, ``rank`` that of the caller's q."""
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+        raise TypeError(
+            f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}; "
+            "convert it with torch.as_tensor"
+        )
+    if attn_mask.is_nested:  # its layout may be strided, and it has no shape
+        raise TypeError("attn_mask must be a dense tensor, got a nested tensor; pad it with to_padded_tensor")
     if attn_mask.layout is not torch.strided:
         raise TypeError(
             f"attn_mask must be a dense tensor, got {attn_mask.layout}; convert it with to_dense()"
@@ -124,7 +135,10 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
     wanted = full[4 - rank :]
     padded = (1,) * (4 - len(given)) + given
     if len(given) > rank or any(size not in (1, target) for size, target in zip(padded, full, strict=True)):
-        raise ValueError(f"attn_mask must broadcast to {list(wanted)}, got {list(given)}")
+        raise ValueError(
+            f"attn_mask must broadcast to {list(wanted)}, got {list(given)}; "
+            "slice it, or add dimensions of size 1"
+        )
     return attn_mask.reshape(padded) if attn_mask.dim() < 4 else attn_mask
 
 
@@ -137,7 +151,12 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) 
             )
         segment_ids = (segment_ids, segment_ids)
     if not (isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2):
-        raise TypeError("segment_ids must be an int32 tensor or a pair (q_segment_ids, kv_segment_ids)")
+        count = f" of {len(segment_ids)}" if isinstance(segment_ids, (tuple, list)) else ""
+        raise TypeError(
+            "segment_ids must be an int32 tensor or a pair of them, "
+            f"got a {type(segment_ids).__name__}{count}; "
+            "pass ids or (q_segment_ids, kv_segment_ids)"
+        )
     resolved = []
     for name, ids, x in zip(("q", "kv"), segment_ids, (q, k), strict=True):
         wanted = [x.shape[0], x.shape[2]] if rank == 4 else [x.shape[2]]
@@ -147,7 +166,10 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) 
                 f"{name} segment_ids must be an int32 tensor, got {got}; convert with ids.to(torch.int32)"
             )
         if list(ids.shape) != wanted:
-            raise ValueError(f"{name} segment_ids must have shape {wanted}, got {list(ids.shape)}")
+            raise ValueError(
+                f"{name} segment_ids must have shape {wanted}, got {list(ids.shape)}; "
+                "pass one id for each place"
+            )
         if ids.device != x.device:
             raise ValueError(f"{name} segment_ids must be on {x.device}, got {ids.device}; move it")
         resolved.append(ids if rank == 4 else ids.unsqueeze(0))
@@ -157,11 +179,13 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) 
 def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
     if not isinstance(kv_lengths, Tensor) or kv_lengths.dtype not in (torch.int32, torch.int64):
         got = kv_lengths.dtype if isinstance(kv_lengths, Tensor) else type(kv_lengths).__name__
-        raise TypeError(f"kv_lengths must be an int32 or int64 tensor, got {got}")
+        raise TypeError(
+            f"kv_lengths must be an int32 or int64 tensor, got {got}; convert it with torch.as_tensor or .to"
+        )
     wanted = [k.shape[0]] if rank == 4 else []
     if list(kv_lengths.shape) != wanted:
         raise ValueError(
-            f"kv_lengths must have shape {wanted}, one length per sequence, got {list(kv_lengths.shape)}"
+            f"kv_lengths must have shape {wanted}, got {list(kv_lengths.shape)}; pass one length per sequence"
         )
     if kv_lengths.device.type == "meta" and k.device.type != "meta":
         raise ValueError(f"kv_lengths must hold values, got a meta tensor; create it on {k.device}")
@@ -184,21 +208,21 @@ def _resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
     """Contiguous [Hq]."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise TypeError(f"sinks must be a floating tensor of one logit per query head, got {what}")
+        raise TypeError(f"sinks must be a floating tensor, got {what}; pass one logit per query head")
     wanted = [] if rank == 2 else [q.shape[1]]
     if list(sinks.shape) != wanted:
-        raise ValueError(f"sinks must have shape {wanted}, one per query head, got {list(sinks.shape)}")
+        raise ValueError(f"sinks must have shape {wanted}, got {list(sinks.shape)}; pass one per query head")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}; move it there")
     return sinks.reshape(q.shape[1]).contiguous()
 
 
-def _number(name: str, value: float, low: float, high: float, expected: str) -> float:
+def _number(name: str, value: float, low: float, high: float, expected: str, remedy: str) -> float:
     """``value`` as a float, both bounds included."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}; {remedy}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be {expected}, got {value!s:.40}")
+        raise ValueError(f"{name} must be {expected}, got {value!s:.40}; {remedy}")
     return float(value)
 
 
@@ -312,22 +336,28 @@ def attention(
         NotImplementedError: an input carries a forward-mode tangent.
     """
     if backend not in BACKEND_NAMES:
-        raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}")
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}; leave it out for 'auto'"
+        )
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
+        raise TypeError(f"causal must be True or False, got {causal!r}; convert it with bool")
     if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
+        raise TypeError(
+            f"deterministic must be True, False or None, got {deterministic!r}; None is PyTorch's own setting"
+        )
     window_left, window_right = resolve_window(window_size, causal)
     if scale is not None:
-        scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32")
+        remedy = "None is 1 / sqrt(head_dim)"
+        scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32", remedy)
     if softcap is None:
         softcap = 0.0
     else:
-        expected = f"0 or more and finite in float32, whose least number is {_FLOAT32.tiny:.1e}, or None"
-        softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected)
+        expected = f"0 or more and finite in float32, whose least number is {_FLOAT32.tiny:.1e}"
+        remedy = "None leaves the scores uncapped"
+        softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected, remedy)
         if 0.0 < softcap < _FLOAT32.tiny:  # float32 would divide by 0
-            raise ValueError(f"softcap must be {expected}, got {softcap}")
-    dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)")
+            raise ValueError(f"softcap must be {expected}, got {softcap}; {remedy}")
+    dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)", "0.0 drops nothing")
 
     kind = None
     if attn_mask is segment_ids is kv_lengths is sinks is None and dropout_p == 0.0:
@@ -384,20 +414,29 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of a single head on plain matrices.
 
     Args:
         q: [Tq, D].
         k: [Tk, D].
         v: [Tk, Dv].
-        causal: bottom-right aligned causal mask. Default False.
-        scale: factor of the scores. Default ``1 / sqrt(D)``.
+        **options: those of `attention`, without dimensions for batch and heads.
 
     Returns:
-        [Tq, Dv] in q's dtype.
+        [Tq, Dv] in q's dtype; with ``return_lse=True`` also ``lse`` [Tq].
 
     Raises:
         ValueError: an input is not a matrix, or as `attention`.
@@ -407,4 +446,4 @@ def flash_attention(
         raise ValueError(
             f"q, k, v must be [Tq, D], [Tk, D], [Tk, Dv], got {_shapes(q, k, v)}; use attention for heads"
         )
-    return attention(q, k, v, causal=causal, scale=scale)
+    return attention(q, k, v, **options)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 
 import torch
 from einops import rearrange, repeat
@@ -27,6 +28,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from streamattn.functional import attention, resolve_window
 from streamattn.pattern import UNBOUNDED, hiding_limit, visible
 
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Window = tuple[int, int]  # widths to the left and right, UNBOUNDED where open
 
 
@@ -100,8 +102,9 @@ class FusedMultiHead(nn.Module):
             through them.
 
         Raises:
-            ValueError: shapes that do not fit each other or the layer.
-            TypeError: a nested tensor; a mask that is neither bool nor floating.
+            ValueError: shapes or devices that do not fit each other or the layer.
+            TypeError: a nested or sparse tensor; an input of another dtype than the parameters', unless
+                autocast makes them one; a mask that is neither bool nor floating.
         """
         self._check_inputs(query, key, value, key_padding_mask, attn_mask)
         batched = query.dim() == 3
@@ -179,7 +182,11 @@ class FusedMultiHead(nn.Module):
         """Views q [B, Hq, T, D] and k, v [B, Hkv, S, D] of as few projections as the inputs allow."""
         kv_dim = self.num_kv_heads * self.head_dim
         sizes = [self.embed_dim, kv_dim, kv_dim]
-        weight, bias = self.in_proj_weight, self.in_proj_bias
+        weight, bias = self.in_proj_weight, self.in_proj_bias  # read once: a parametrization may draw anew
+        weights = (weight,) * 3 if weight is not None else self._separate_weights()
+        inputs = {"query": query, "key": key, "value": value}
+        for (name, x), w in zip(inputs.items(), weights, strict=True):
+            _check_dtype(name, x, w)
         if weight is not None and query is key and key is value:
             q, k, v = F.linear(query, weight, bias).split(sizes, dim=-1)
         elif weight is not None and key is value:
@@ -188,10 +195,9 @@ class FusedMultiHead(nn.Module):
             q = F.linear(query, w_q, b_q)
             k, v = F.linear(key, w_kv, b_kv).split(kv_dim, dim=-1)
         else:
-            weights = weight.split(sizes) if weight is not None else self._separate_weights()
+            weights = weights if weight is None else weight.split(sizes)
             biases = (None, None, None) if bias is None else bias.split(sizes)
-            inputs = (query, key, value)
-            q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs.values(), weights, biases, strict=True))
         if query.dim() == 2:
             split = "t (h d) -> 1 h t d"
         else:
@@ -273,6 +279,7 @@ class FusedMultiHead(nn.Module):
                     "it with enable_nested_tensor=False, set its use_nested_tensor to False, or give "
                     "patch_model the whole encoder)"
                 )
+            _check_dense(name, x)
             if x.dim() not in (2, 3) or x.dim() != query.dim():
                 raise ValueError(
                     f"query, key and value must all be 3-D (batched) or all 2-D (one sequence), got "
@@ -299,8 +306,9 @@ class FusedMultiHead(nn.Module):
         batch = query.shape[axis] if batched else 1
         q_len, kv_len = (x.shape[1 - axis] if batched else x.shape[0] for x in (query, key))
         key_shapes = [(batch, kv_len)] if batched else [(kv_len,)]
-        _check_mask("key_padding_mask", key_padding_mask, key_shapes)
-        _check_mask("attn_mask", attn_mask, [(q_len, kv_len), (batch * self.num_heads, q_len, kv_len)])
+        pair_shapes = [(q_len, kv_len), (batch * self.num_heads, q_len, kv_len)]
+        _check_mask("key_padding_mask", key_padding_mask, key_shapes, query.device)
+        _check_mask("attn_mask", attn_mask, pair_shapes, query.device)
 
 
 class StreamMultiHeadAttention(FusedMultiHead):
@@ -340,7 +348,7 @@ class StreamMultiHeadAttention(FusedMultiHead):
 
     Raises:
         ValueError: a dimension, head count, dropout rate or window that can't be.
-        TypeError: a window that is neither an int nor a pair.
+        TypeError: a size that is no int, a rate that is no number, a window that is no int and no pair.
     """
 
     def __init__(
@@ -362,15 +370,18 @@ class StreamMultiHeadAttention(FusedMultiHead):
         window_size: int | tuple[int, int] | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, dropout)
+        kdim, vdim = (embed_dim if size is None else size for size in (kdim, vdim))
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        _check_sizes(**sizes, kdim=kdim, vdim=vdim)
+        _check_dropout(dropout)
         resolve_window(window_size, causal)  # raises on a window that can't be
         super().__init__()
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim = kdim
+        self.vdim = vdim
         self.dropout = dropout
         self.batch_first = batch_first
         self.add_zero_attn = add_zero_attn
@@ -422,12 +433,14 @@ class StreamMultiHeadAttention(FusedMultiHead):
                 nn.init.xavier_normal_(bias)
 
 
-def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: float) -> None:
-    if min(embed_dim, num_heads, num_kv_heads) <= 0:
-        raise ValueError(
-            "embed_dim, num_heads and num_kv_heads must be greater than 0, got "
-            f"embed_dim={embed_dim}, num_heads={num_heads} and num_kv_heads={num_kv_heads}"
-        )
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (numbers.Integral, torch.SymInt)):
+            raise TypeError(f"{name} must be an int, got {size!r}; convert it with int()")
+    if min(sizes.values()) <= 0:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{', '.join(sizes)} must be greater than 0, got {given}")
+    embed_dim, num_heads, num_kv_heads = sizes["embed_dim"], sizes["num_heads"], sizes["num_kv_heads"]
     if embed_dim % num_heads != 0:
         raise ValueError(
             f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim} and num_heads={num_heads}"
@@ -438,20 +451,52 @@ def _check_sizes(embed_dim: int, num_heads: int, num_kv_heads: int, dropout: flo
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and "
             f"num_kv_heads={num_kv_heads}; choose num_kv_heads among the divisors of {num_heads}"
         )
+
+
+def _check_dropout(dropout: float) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
+        raise TypeError(f"dropout must be a number in [0, 1), got {dropout!r}; pass 0.0 for none")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}")
 
 
-def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> None:
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}; convert it with {name}.to_dense()")
+
+
+def _check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raises unless a projection takes `x`: a product is of one dtype, the parameters' or autocast's."""
+    if x.dtype == weight.dtype:
+        return
+    dtypes = (x.dtype, weight.dtype)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        cast = torch.get_autocast_dtype(x.device.type)
+        dtypes = tuple(cast if dtype in _FLOATING[:3] else dtype for dtype in dtypes)
+    if dtypes[0] != dtypes[1] and weight.dtype in _FLOATING:  # a quantized weight takes what it takes
+        layer = f", or the layer with layer.to({x.dtype})" if x.dtype in _FLOATING else ""
+        raise TypeError(
+            f"{name} must be {weight.dtype}, as the layer's parameters are, got {x.dtype}; "
+            f"convert it with {name}.to({weight.dtype}){layer}"
+        )
+
+
+def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested tensor; pad it with to_padded_tensor")
+    _check_dense(name, mask)
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATING:
+        remedy = f"{name}.float()" if mask.is_floating_point() else f"{name}.bool()"
         raise TypeError(
-            f"{name} must be bool (True = hidden) or floating (added to the scores), got {mask.dtype}; "
-            f"convert it with {name}.bool()"
+            f"{name} must be bool (True = hidden) or float16, bfloat16, float32 or float64 (added to the "
+            f"scores), got {mask.dtype}; convert it with {remedy}"
         )
+    if mask.device != device:
+        raise ValueError(f"{name} must be on query's device {device}, got {mask.device}; move it")
     if tuple(mask.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(

@@ -149,13 +149,13 @@ def _backward(
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    features = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
-    chosen = choose(_BACKENDS[backend], q, k, v, features, scale, window_left, softcap, dropout_p)
+    masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     if chosen is Backend.HOPPER:
         chosen = Backend.TRITON  # its forward alone is its own
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
-    masks = (q_segments, kv_segments, kv_lengths, seed)
+    others = (q_segments, kv_segments, kv_lengths, seed)
     delta = None
     options = (scale, window_left, window_right, softcap, dropout_p)
     if chosen is Backend.TRITON:
@@ -164,19 +164,19 @@ def _backward(
 
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv, lse2, delta = attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *masks, sinks, *options
+            dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options
         )
         delta = delta[..., : q.shape[2]]
         dmask = None
         if mask_grad and attn_mask is not None:
-            dmask = attention_mask_gradient(dout, q, k, v, lse2, delta, attn_mask, *masks, *options)
+            dmask = attention_mask_gradient(dout, q, k, v, lse2, delta, attn_mask, *others, *options)
     else:
         if chosen is Backend.SDPA:
             from streamattn.kernels.cpu import attention_backward
         else:
             from streamattn.reference import attention_backward
         dq, dk, dv, dmask = attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *masks, sinks, *options, mask_grad
+            dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options, mask_grad
         )
     dsinks = None
     if sink_grad and sinks is not None:

@@ -140,6 +140,11 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
+def _known_finite(*tensors: Tensor) -> bool:
+    """Whether nothing is NaN or infinite, and that is known without waiting for a device."""
+    return all(x.is_cpu and bool(x.sum(dim=-1).isfinite().all()) for x in tensors)
+
+
 def _without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps autocast away from the products of tensors that were upcast on purpose."""
 
@@ -167,6 +172,7 @@ class _Tiling:
 
     q: Tensor
     k: Tensor
+    v: Tensor
     attn_mask: Tensor | None
     q_segments: Tensor | None
     kv_segments: Tensor | None
@@ -182,8 +188,9 @@ class _Tiling:
         self.batch, self.num_heads, self.q_len, _ = self.q.shape
         self.num_kv_heads, self.kv_len = self.k.shape[1], self.k.shape[2]
         self.copies = 1
-        if self.attn_mask is not None and self.attn_mask.shape[1] > 1:
-            # heads of a group see different keys: each has its own copy, without what it does not see
+        mask_by_head = self.attn_mask is not None and self.attn_mask.shape[1] > 1
+        if mask_by_head and self.num_heads > self.num_kv_heads and not _known_finite(self.k, self.v):
+            # heads of a group see different keys: each has its own copy, without a NaN that it does not see
             self.copies, self.num_kv_heads = self.num_heads // self.num_kv_heads, self.num_heads
         self.group = self.num_heads // self.num_kv_heads
         self.dtype = accumulate_dtype(self.q.dtype)
@@ -311,6 +318,7 @@ def attention_forward(
     tiling = _Tiling(
         q,
         k,
+        v,
         attn_mask,
         q_segments,
         kv_segments,
@@ -383,6 +391,7 @@ def attention_backward(
     tiling = _Tiling(
         q,
         k,
+        v,
         attn_mask,
         q_segments,
         kv_segments,

@@ -170,6 +170,15 @@ def test_flash_attention_takes_two_dimensional_tensors():
     assert torch.equal(out, attention(q, k, v))
 
 
+def test_flash_attention_takes_all_options():
+    q, k, v = torch.randn(16, 128), torch.randn(1024, 128), torch.randn(1024, 64)
+    options = {"window_size": 30, "softcap": 3.0, "attn_mask": torch.rand(16, 1024) < 0.7}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    want, want_lse = attention(q[None, None], k[None, None], v[None, None], return_lse=True, **options)
+    assert torch.equal(out, want[0, 0])
+    assert torch.equal(lse, want_lse[0, 0])
+
+
 def test_causal_flash_attention_is_bottom_right():
     q, k, v = torch.randn(2, 8), torch.randn(5, 8), torch.randn(5, 8)
     out = flash_attention(q, k, v, causal=True)

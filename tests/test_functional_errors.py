@@ -237,6 +237,7 @@ def test_bad_input_is_explained_and_nothing_runs(name, monkeypatch):
     for word in words:
         assert word in message, f"{word!r} is missing in: {message}"
     assert re.search(r"\b(must|need|needs|can't|has)\b", message), f"no expectation in: {message}"
+    assert re.search(r"; \w+.* \w+", message), f"no remedy in: {message}"
     assert "\n" not in message
     assert len(message) < 400
 
@@ -281,6 +282,16 @@ def test_mixed_dtypes_are_cast_only_under_autocast():
         attention(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, k, v).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_mask_is_refused(layout):
+    mask = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=layout)
+    with pytest.raises(
+        TypeError, match=r"attn_mask must be .*dense.* got a nested tensor; .*to_padded_tensor"
+    ):
+        attention(**tensors(), attn_mask=mask)
 
 
 def test_an_unknown_option_is_no_option():

@@ -47,7 +47,7 @@ def mask_by_head(case: Case, kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("held", ["k", "v", "both"])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)  # products overflow
 @pytest.mark.parametrize("kind", ["bool", "additive", "trained"])
 @pytest.mark.parametrize(
     ("backend", "rule"),
@@ -79,6 +79,31 @@ def test_a_key_hidden_from_one_head_of_a_group(backend, rule, kind, poison, held
     keep = {name: ~dirty.flatten(1) for name in ("out", "lse", "dq")} | {"dk": clean_keys, "dv": clean_keys}
     left, right = (Result({name: x[name][rows] for name, rows in keep.items()}) for x in (got, want))
     judge(left, right, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("backend", "held"), [("reference", "mask"), ("sdpa", "mask"), ("sdpa", "q"), ("sdpa", "dout")]
+)
+def test_a_row_of_nan_reaches_no_key_that_its_head_does_not_see(backend, held):
+    """k and v are finite: nothing but the gradient of the row's own head shows it."""
+    case = Case(q_heads=4, kv_heads=2)
+    inputs = case.build()
+    mask = mask_by_head(case, "additive")
+    inputs.options["attn_mask"] = mask
+    inputs.dlse.zero_()
+    want = expected(inputs)
+    row = case.q_len - 1
+    with torch.no_grad():
+        if held == "mask":
+            mask[0, row, 0] = torch.nan
+        else:
+            {"q": inputs.q, "dout": inputs.dout}[held][:, 0, row] = torch.nan
+    out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend=backend)
+    dk, dv = torch.autograd.grad(out, (inputs.k, inputs.v), inputs.dout)
+    late = slice(case.kv_len // 2, None)  # hidden from head 0, seen by head 1 of its group
+    got = Result({"dk": dk[:, :, late], "dv": dv[:, :, late]})
+    judge(got, Result({name: want[name][:, :, late] for name in ("dk", "dv")}), torch.float32)
+    assert dk[:, 0].isnan().any(), "the row shows nowhere"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

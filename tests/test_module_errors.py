@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ from streamattn import StreamMultiHeadAttention
         ((8, 4), {"num_kv_heads": 0}, ValueError, "greater than 0"),
         ((8, 4, 1.0), {}, ValueError, r"dropout .* in \[0, 1\), got 1.0"),
         ((8, 4, -0.1), {}, ValueError, "dropout"),
+        ((8, 4, math.nan), {}, ValueError, r"dropout .* in \[0, 1\), got nan"),
+        ((8, 4, None), {}, TypeError, r"dropout must be a number in \[0, 1\), got None; pass 0\.0"),
+        ((8, 4, "0.1"), {}, TypeError, "dropout must be a number .* got '0.1'"),
+        ((8.0, 4), {}, TypeError, r"embed_dim must be an int, got 8\.0; convert it with int"),
+        (("8", 4), {}, TypeError, "embed_dim must be an int, got '8'"),
+        ((8, True), {}, TypeError, "num_heads must be an int, got True"),
+        ((8, 4), {"num_kv_heads": 2.0}, TypeError, r"num_kv_heads must be an int, got 2\.0"),
+        ((8, 4), {"kdim": 0}, ValueError, "greater than 0, got .* kdim=0"),
+        ((8, 4), {"vdim": -1}, ValueError, "greater than 0, got .* vdim=-1"),
+        ((8, 4), {"kdim": 8.0}, TypeError, r"kdim must be an int, got 8\.0"),
         ((8, 4), {"window_size": 0}, ValueError, "window_size must be positive"),
         ((8, 4), {"window_size": (1, -2)}, ValueError, "window_size"),
         ((8, 4), {"window_size": 1.5}, TypeError, "window_size"),
@@ -87,11 +98,73 @@ X = torch.zeros(5, 2, 8)  # length 5, batch 2
             "key_padding_mask must be a torch.Tensor, got list",
         ),
         ((X, X, X), {"key_padding_mask": torch.zeros(2, 5).byte()}, TypeError, "got torch.uint8; convert"),
+        (
+            (X.to_sparse(), X, X),
+            {},
+            TypeError,
+            r"query must be a dense tensor, got torch.sparse_coo; .*to_dense",
+        ),
+        ((X, X, X), {"attn_mask": torch.zeros(5, 5).to_sparse()}, TypeError, "attn_mask must be a dense"),
+        (
+            (X, X, X),
+            {"key_padding_mask": torch.zeros(2, 5, device="meta")},
+            ValueError,
+            "key_padding_mask must be on query's device cpu, got meta; move it",
+        ),
+        (
+            (X, X, X),
+            {"attn_mask": torch.zeros(5, 5, device="meta")},
+            ValueError,
+            "attn_mask must be on query's device cpu",
+        ),
     ],
 )
 def test_forward_errors(inputs: tuple, masks: dict[str, Tensor], error: type[Exception], match: str):
     with pytest.raises(error, match=match):
         StreamMultiHeadAttention(8, 4)(*inputs, **masks)
+
+
+@pytest.mark.parametrize("padding", [None, torch.zeros(2, 5), torch.zeros(2, 5).bool()], ids=str)
+def test_a_float8_mask_is_refused(padding: Tensor | None):
+    """Alone and beside another, and with this layer's meaning of True."""
+    mask = torch.zeros(5, 5).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        TypeError, match=r"attn_mask must be bool \(True = hidden\) .*float8_e4m3fn; .*float\(\)"
+    ):
+        StreamMultiHeadAttention(8, 4)(X, X, X, padding, attn_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 8, "vdim": 6}], ids=["fused", "separate"])
+def test_inputs_are_of_the_parameters_dtype(sizes: dict[str, Any], dtype: torch.dtype, name: str):
+    inputs = {"query": X, "key": X, "value": X[..., : sizes.get("vdim", 8)]}
+    inputs[name] = inputs[name].to(dtype)
+    with pytest.raises(TypeError) as caught:
+        StreamMultiHeadAttention(8, 4, **sizes)(**inputs)
+    message = str(caught.value)
+    assert f"{name} must be torch.float32" in message
+    assert f"got {dtype}; convert it with {name}.to(torch.float32)" in message
+    assert (f"layer.to({dtype})" in message) == dtype.is_floating_point
+
+
+@pytest.mark.parametrize("layer_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_under_autocast_inputs_are_of_any_dtype_it_casts(dtype: torch.dtype, layer_dtype: torch.dtype):
+    layer = StreamMultiHeadAttention(8, 4, dtype=layer_dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = layer(X.to(dtype), X, X)
+        assert out.dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="key must be"):
+            layer(X, X.double(), X)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_a_nested_mask_is_refused(name: str):
+    mask = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)])
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got a nested tensor"):
+        StreamMultiHeadAttention(8, 4)(X, X, X, **{name: mask})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

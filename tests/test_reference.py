@@ -210,6 +210,30 @@ def test_keep_mask_differs_between_heads_rows_and_seeds():
     assert len(torch.unique(rows, dim=0)) == len(rows)
 
 
+@pytest.mark.parametrize("poisoned", [None, "k", "v"])
+def test_heads_of_a_group_share_finite_keys(poisoned, monkeypatch):
+    """A mask that tells heads apart costs no copies of k and v, unless there is a NaN to keep apart."""
+    case = Case(q_heads=4, kv_heads=2, mask="bool_heads")
+    inputs = case.build()
+    inputs.dlse.zero_()
+    assert inputs.options["attn_mask"].shape[-3] == case.q_heads
+    if poisoned is not None:
+        with torch.no_grad():
+            getattr(inputs, poisoned)[0, 0, 0, 0] = math.nan
+    heads: list[int] = []
+    original = reference._Tiling.kv_tile
+
+    def recording(self: Any, *args: Any) -> Tensor:
+        tile = original(self, *args)
+        heads.append(tile.shape[1])
+        return tile
+
+    monkeypatch.setattr(reference._Tiling, "kv_tile", recording)
+    run_reference(case, inputs)
+    # forward: k and v; backward: k for the scores, k and v
+    assert heads == [4 if poisoned else 2] * 5
+
+
 @pytest.mark.parametrize(
     ("options", "tiles"),
     [

@@ -97,31 +97,49 @@ def _strips(
         yield slice(m0, m1), slice(n0, n1), seen, bias.masked_fill(~seen, -math.inf)
 
 
-def _some_seen(seen: Tensor, num_kv_heads: int) -> Tensor | None:
-    """Keys that some query of the strip sees, bool [b, h, n, 1]; None for all.
+def _harmless(q: Tensor, k: Tensor, v: Tensor, scale: float, dout: Tensor | None = None) -> Tensor | None:
+    """Keys that leave no trace where they are hidden, as they are, bool [B, Hkv, Tk, 1]; None for all.
 
-    h is Hq where the heads of a group see different keys, else Hkv or 1.
+    Such a key's products are finite, by Cauchy and Schwarz: ``|q @ k| <= |q| |k|``; likewise ``dout @ v``.
+    Most calls have no other, and this reading of q, k and v spares them copies of k and v.
     """
-    some = seen.any(dim=2).unsqueeze(-1)
-    if bool(some.all()):
+    norm_q, norm_k, norm_v = (torch.linalg.vector_norm(x, dim=3, keepdim=True).float() for x in (q, k, v))
+    bound = norm_k * (norm_q.amax() * max(1.0, abs(scale)))
+    if dout is not None:
+        norm_v = norm_v * torch.linalg.vector_norm(dout, dim=3).float().amax()
+    finite = (bound + norm_v).isfinite()
+    return None if bool(finite.all()) else finite
+
+
+def _kept(seen: Tensor, num_kv_heads: int, harmless: Tensor | None = None) -> Tensor | None:
+    """Keys that some query of the strip sees, and the harmless ones, bool [b, h, n, 1]; None for all.
+
+    h is Hq where the heads of a group keep different keys, else Hkv or 1.
+    """
+    kept = seen.any(dim=2).unsqueeze(-1)
+    if kept.shape[1] > 1:
+        kept = kept.unflatten(1, (num_kv_heads, -1))
+    else:
+        kept = kept.unsqueeze(2)
+    if harmless is not None:
+        kept = kept | harmless.unsqueeze(2)
+    if bool(kept.all()):
         return None
-    if some.shape[1] > 1:
-        in_groups = some.unflatten(1, (num_kv_heads, -1))
-        if bool((in_groups == in_groups[:, :, :1]).all()):
-            return in_groups[:, :, 0]
-    return some
+    if bool((kept == kept[:, :, :1]).all()):
+        return kept[:, :, 0]
+    return kept.flatten(1, 2)
 
 
-def _only(x: Tensor, some: Tensor | None) -> Tensor:
-    """``x`` [B, Hkv, n, D] or [B, Hq, n, D], 0 at the keys that no query sees: their NaN reaches nothing.
+def _only_seen(x: Tensor, kept: Tensor | None) -> Tensor:
+    """``x`` [B, Hkv, n, D] or [B, Hq, n, D], 0 at the keys not kept: their NaN reaches nothing.
 
-    Where heads of a group see different keys, each gets a copy of its own.
+    Where heads of a group keep different keys, each gets a copy of its own.
     """
-    if some is None:
+    if kept is None:
         return x
-    if some.shape[1] > x.shape[1]:
-        x = x.repeat_interleave(some.shape[1] // x.shape[1], dim=1)
-    return torch.where(some, x, 0.0)
+    if kept.shape[1] > x.shape[1]:
+        x = x.repeat_interleave(kept.shape[1] // x.shape[1], dim=1)
+    return torch.where(kept, x, 0.0)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,9 +176,10 @@ def attention_forward(
         return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
     out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    harmless = _harmless(q, k, v, scale)
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
-        some = _some_seen(seen, k.shape[1])
-        k_strip, v_strip = (_only(x[:, :, keys], some) for x in (k, v))
+        kept = None if harmless is None else _kept(seen, k.shape[1], harmless[:, :, keys])
+        k_strip, v_strip = (_only_seen(x[:, :, keys], kept) for x in (k, v))
         out_strip, lse_strip = _flash(
             q[:, :, rows], k_strip, v_strip, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -203,12 +222,15 @@ def attention_backward(
     dq = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     # strips add to dk and dv: sums in half precision would round at every strip
     dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for x in (k, v))
+    every_key_harmless = _harmless(q, k, v, scale, dout) is None
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
-        some = _some_seen(seen, k.shape[1])
-        k_strip, v_strip = (_only(x[:, :, keys], some) for x in (k, v))
         nothing = ~seen.any(dim=3)
         q_strip, dout_strip = (x[:, :, rows].masked_fill(nothing.unsqueeze(-1), 0.0) for x in (q, dout))
         lse_strip = lse[:, :, rows].masked_fill(nothing, 0.0)
+        # a row that is NaN for a key it sees is so for the others, and would enter their gradients
+        exact = every_key_harmless and bool(lse_strip.isfinite().all())
+        kept = None if exact else _kept(seen, k.shape[1])
+        k_strip, v_strip = (_only_seen(x[:, :, keys], kept) for x in (k, v))
         dq_strip, dk_strip, dv_strip = _flash_backward(
             dout_strip,
             q_strip,
@@ -224,6 +246,6 @@ def attention_backward(
         dq[:, :, rows] = dq_strip
         for grad, strip in ((dk, dk_strip), (dv, dv_strip)):
             # an unseen key has no gradient, be a row NaN for what it does see
-            strip = _only(strip, some).unflatten(1, (k.shape[1], -1)).sum(dim=2, dtype=grad.dtype)
+            strip = _only_seen(strip, kept).unflatten(1, (k.shape[1], -1)).sum(dim=2, dtype=grad.dtype)
             grad[:, :, keys] += strip
     return dq, dk.to(k.dtype), dv.to(v.dtype), None

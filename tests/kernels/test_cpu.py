@@ -77,6 +77,28 @@ def test_a_strip_of_queries_meets_the_keys_it_can_see(options, most_keys, calls)
         assert bias.shape[2] <= cpu.BLOCK_M
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("garbage", [False, True], ids=["finite", "garbage"])
+def test_heads_that_see_different_keys_share_k_and_v(garbage, dtype, calls):
+    """Finite keys are read in place; those that no head sees cost one copy for all of a group."""
+    inputs = Case(q_heads=4, kv_heads=2, q_len=300, kv_len=300).build(dtype)
+    shown = torch.ones(1, 4, 1, 300, dtype=torch.bool)
+    shown[:, 0, :, :50] = shown[..., 290:] = False
+    if garbage:
+        with torch.no_grad():
+            inputs.k[:, :, 290:] = torch.nan
+            inputs.v[:, :, 295:] = torch.inf
+    out = attention(inputs.q, inputs.k, inputs.v, attn_mask=shown)
+    torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    forward, backward = calls
+    pairs = [args[1:3] for args in forward] + ([] if garbage else [args[2:4] for args in backward])
+    assert len(pairs) == (2 if garbage else 4)
+    for pair in pairs:
+        for x, given in zip(pair, (inputs.k, inputs.v), strict=True):
+            assert x.shape == given.shape
+            assert garbage or x.data_ptr() == given.data_ptr()
+
+
 @pytest.mark.parametrize("options", [{"window_size": (30, 30)}, {"mask": "bool_keys"}], ids=str)
 def test_sums_over_strips_round_no_more_than_one_strip(options, monkeypatch):
     inputs = Case(q_len=128, kv_len=128, **options).build(torch.bfloat16)
