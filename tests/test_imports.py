@@ -29,8 +29,13 @@ MAY_IMPORT = {
     "streamattn.kernels": (),
     "streamattn.kernels.launch": ("streamattn.kernels.tiles", "streamattn.pattern"),
     "streamattn.kernels.hopper_primitives": ("streamattn.kernels.primitives",),
+    "streamattn.kernels.hopper_producer": (
+        "streamattn.kernels.hopper_primitives",
+        "streamattn.kernels.primitives",
+    ),
     "streamattn.kernels.hopper_forward": (
         "streamattn.kernels.hopper_primitives",
+        "streamattn.kernels.hopper_producer",
         "streamattn.kernels.primitives",
         "streamattn.kernels.launch",
         "streamattn.kernels.tiles",
@@ -52,7 +57,8 @@ MAY_IMPORT = {
     "streamattn.info": ("streamattn.dispatch",),
     "streamattn.data": (),
     "streamattn.job": (),
-    "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job"),
+    "streamattn.run_folder": ("streamattn.job",),
+    "streamattn.finetune": ("patches*", "streamattn.data", "streamattn.job", "streamattn.run_folder"),
     "streamattn.bench.decode_layer": ("patches*", "streamattn.bench.results", "streamattn.functional"),
     "streamattn.bench": (),
     "streamattn.bench.cases": ("streamattn.pattern",),

@@ -6,11 +6,13 @@ import csv
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from streamattn import attention, cli, finetune
+from streamattn.bench.tables import Row
 from streamattn.dispatch import Backend
 from tests.finetune_jobs import write_job
 
@@ -123,8 +125,10 @@ def test_backends_of_the_table_are_all_there_are() -> None:
 
 
 def test_figures_are_those_of_the_csv() -> None:
-    with (ROOT / "docs/measurements/attention_h100.csv").open() as file:
+    with (ROOT / "docs/measurements/attention_h200.csv").open() as file:
         measured = list(csv.DictReader(file))
+    assert set(measured[0]) == {field.name for field in fields(Row)}
+    assert {row["status"] for row in measured} == {"ok"}
     rows = re.findall(r"^\| (\d+) (full|causal) \| (\d+) \| (.+) \| (.+) \| (.+) \|$", README, re.MULTILINE)
     assert len(rows) == 12
     for head_dim, mask, seq_len, *figures in rows:
@@ -149,7 +153,7 @@ def test_the_csv_holds_what_was_promised_of_speed_and_memory(head_dim: str, caus
 
     Forward 1.15 and backward 0.9 times as fast as SDPA's flash backend from 2048 on.
     """
-    with (ROOT / "docs/measurements/attention_h100.csv").open() as file:
+    with (ROOT / "docs/measurements/attention_h200.csv").open() as file:
         rows = {
             (row["provider"], int(row["seq_len"])): row
             for row in csv.DictReader(file)

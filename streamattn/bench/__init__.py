@@ -1,6 +1,6 @@
 """The command ``streamattn bench``: it only finds the benchmark's own module, each of which can be run alone.
 
-Every benchmark checks its results before it times them and writes CSV.
+Each writes CSV; `kernel` checks a provider before it times it.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ tiles end with a sequence's length, and rows of v that are padding are cleared i
 
 q, k, v [B, H, T, D] with a unit last stride and other strides of whole 16-byte words; ``out`` is stored [B,
 Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: ``attn_mask``,
-sinks, segments of keys that are not the queries' own, and windows whose first keys no query sees (see
-`dispatch.unsupported`).
+sinks, segments of keys that are not the queries' own, segments or dropout beside lengths, and windows whose
+first keys no query sees (see `dispatch.unsupported`). The producer is in `hopper_producer`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,13 +35,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from streamattn.kernels.hopper_primitives import (
     FIRST_BARRIER,
-    await_release,
     drop,
     exp2,
     random_words,
     release,
     softcapped,
     unpacked,
+)
+from streamattn.kernels.hopper_producer import (
+    await_tile,
+    ids_of,
+    producer,
+    span_of_segments,
+    variant_of,
+    work,
 )
 from streamattn.kernels.launch import (
     UNSPECIALIZED,
@@ -53,217 +59,12 @@ from streamattn.kernels.launch import (
     launch,
     multiprocessor_count,
 )
-from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full, schedule
+from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
 from streamattn.pattern import UNBOUNDED, drop_threshold, open_sides
 
 # Triton 3.9 gave the copies new names
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What the code of a kernel depends on beside the shape of its tile.
-
-    Attributes:
-        CONSUMERS: of a program; this and the next two as in `HopperTile`.
-        OVERLAP: see there.
-        SHARED_OUT: see there.
-        DYNAMIC: whether work items are drawn from a counter.
-        HAS_LEFT: whether the window limits the keys before a query.
-        HAS_RIGHT: whether it limits those behind it.
-        WIDE_EDGE: whether the last keys that a consumer's queries see may lie in two tiles or more.
-        HAS_LENGTHS: whether sequences have filled lengths of their own.
-        HAS_SEGMENTS: whether a sequence holds segments.
-        HAS_SOFTCAP: whether scores are capped.
-        HAS_DROPOUT: whether probabilities are dropped.
-    """
-
-    CONSUMERS: int
-    OVERLAP: bool
-    SHARED_OUT: bool
-    DYNAMIC: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    WIDE_EDGE: bool
-    HAS_LENGTHS: bool
-    HAS_SEGMENTS: bool
-    HAS_SOFTCAP: bool
-    HAS_DROPOUT: bool
-
-
-@gluon.constexpr_function
-def variant_of(*flags):
-    """`Variant` of a kernel's own flags."""
-    return Variant(*flags)
-
-
-@gluon.jit
-def await_tile(full, t, STAGES: gl.constexpr, pred=True):
-    """Waits until the t-th tile of keys or values is in its buffer."""
-    mbarrier.wait(full.index(t % STAGES), (t // STAGES) & 1, pred=pred)
-
-
-@gluon.jit
-def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VARIANT: gl.constexpr):
-    """(batch, head, first query, filled keys, origin, first and end of the seen key tiles) of an item.
-
-    The origin is the first key of tile 0. With lengths the tiles end with the last filled key, so that no key
-    behind it is ever read, whatever it holds; the first tile may begin before key 0, where the copies fill in
-    zeros.
-    """
-    batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape
-    lengths_ptr, stride_lengths, _, _, _ = visibility
-    num_tiles = gl.cdiv(q_len, ROWS)
-    tile_m, head = schedule(item, num_tiles, batch * num_heads, heads_per_group)
-    i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
-    i_last = gl.minimum(i_first + ROWS, q_len) - 1
-    b = head // num_heads
-    length = kv_len
-    origin = 0
-    if VARIANT.value.HAS_LENGTHS:
-        length = gl.minimum(gl.maximum(gl.load(lengths_ptr + b * stride_lengths), 0), kv_len).to(gl.int32)
-        origin = length % BLOCK_N
-        origin = gl.where(origin > 0, origin - BLOCK_N, 0)
-    start, stop = kv_span(i_first, i_last, q_len, length, left, right)
-    if VARIANT.value.HAS_SEGMENTS:
-        first, end = kv_len, 0
-        for c in gl.static_range(ROWS // 64):
-            own_first, own_end, _, _ = span_of_segments(visibility, b, q_len, i_first + c * 64)
-            first, end = gl.minimum(first, own_first), gl.maximum(end, own_end)
-        start, stop = gl.maximum(start, first), gl.minimum(stop, end)
-    n_start = (start - origin) // BLOCK_N
-    n_stop = gl.maximum(gl.cdiv(stop - origin, BLOCK_N), n_start)
-    return b, head % num_heads, i_first, length, origin, n_start, n_stop
-
-
-@gluon.jit
-def span_of_segments(visibility, b, q_len, i_first):
-    """Row of `segments.query_spans` for the 64 queries from i_first on; a row without keys past the last."""
-    spans_ptr = visibility[2]
-    blocks = gl.cdiv(q_len, 64)
-    block = gl.minimum(i_first // 64, blocks - 1)
-    at = spans_ptr + (b * blocks + block) * 4
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-
-
-@gluon.jit
-def ids_of(visibility, b):
-    """Pointer to the segment ids of sequence b, as `segments.query_spans` leaves them."""
-    return visibility[3] + b.to(gl.int64) * visibility[4]
-
-
-@gluon.jit
-def holds_padding(ids_ptr, BLOCK_N: gl.constexpr):
-    """Whether the segment id of some key of a tile is negative; by one warp."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.min(gl.load(ids_ptr + gl.arange(0, BLOCK_N, layout=LAYOUT)), 0) < 0
-
-
-@gluon.jit
-def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr):
-    """Copies a tile of v, with zeros in the rows of padding, which may hold NaN; by one warp.
-
-    Returns how many tiles were cleared so far.
-    """
-    BLOCK_N: gl.constexpr = tile.shape[2]
-    BLOCK_D: gl.constexpr = tile.shape[3]
-    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    if holds_padding(ids_ptr, BLOCK_N):
-        mbarrier.expect(raw, BYTES)
-        copy_in(v_desc, v_at, raw, tile)
-        mbarrier.wait(raw, cleared & 1)
-        # few at once: a copying warp has few registers
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-        rows = tile.reshape([BLOCK_N, BLOCK_D])
-        for i in gl.static_range(BLOCK_N // 8):
-            ids = gl.load(ids_ptr + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)))
-            for j in gl.static_range(BLOCK_D // 64):
-                part = rows.slice(i * 8, 8).slice(j * 64, 64, dim=1)
-                values = part.load(LAYOUT)
-                part.store(gl.where((ids < 0)[:, None], gl.zeros_like(values), values))
-        fence_async_shared()
-        mbarrier.arrive(full, count=1)
-        cleared += 1
-    else:
-        mbarrier.expect(full, BYTES)
-        copy_in(v_desc, v_at, full, tile)
-    return cleared
-
-
-@gluon.jit
-def producer(feed, VARIANT: gl.constexpr):
-    """Copies what the consumers of this program will read, in their order, as buffers fall free."""
-    descs, buffers, barriers, counter, shape, visibility, group = feed
-    q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, next_smem = buffers
-    q_full, q_free, k_full, v_full, next_full, next_free, v_raw = barriers
-    BLOCK_M: gl.constexpr = q_smem.shape[3]
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    CONSUMERS: gl.constexpr = VARIANT.value.CONSUMERS
-    Q_BYTES: gl.constexpr = BLOCK_M * q_smem.shape[4] * 2
-    KV_BYTES: gl.constexpr = BLOCK_N * k_smem.shape[4] * 2
-    THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    batch, num_heads, q_len, _, _, _, _ = shape
-    items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
-    programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    following = item + programs
-    count = 0  # work items so far
-    t = 0  # key tiles so far
-    cleared = 0  # of them, whose values held padding
-    while item < items:
-        b, h, i_first, _, origin, n_start, n_stop = work(
-            item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
-        )
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(c), (count & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), Q_BYTES)
-            copy_in(q_desc, [b, h, i_first + c * BLOCK_M, 0], q_full.index(c), q_smem.index(c))
-        # k runs one tile ahead of v
-        for step in range(0, gl.where(n_stop > n_start, n_stop - n_start + 1, 0)):
-            n = n_stop - 1 - step
-            if n >= n_start:
-                u = t + step
-                if u >= STAGES:
-                    await_release(FIRST_BARRIER + u % STAGES, THREADS)
-                mbarrier.expect(k_full.index(u % STAGES), KV_BYTES)
-                copy_in(
-                    k_desc,
-                    [b, h // group, origin + n * BLOCK_N, 0],
-                    k_full.index(u % STAGES),
-                    k_smem.index(u % STAGES),
-                )
-            if step > 0:
-                w = t + step - 1
-                if w >= STAGES:
-                    await_release(FIRST_BARRIER + STAGES + w % STAGES, THREADS)
-                v_at = [b, h // group, origin + (n + 1) * BLOCK_N, 0]
-                v_tile = v_smem.index(w % STAGES)
-                full = v_full.index(w % STAGES)
-                if VARIANT.value.HAS_SEGMENTS:
-                    ids_ptr = ids_of(visibility, b) + (n + 1) * BLOCK_N
-                    cleared = copy_cleared(v_desc, v_at, v_tile, full, v_raw, cleared, ids_ptr)
-                else:
-                    mbarrier.expect(full, KV_BYTES)
-                    copy_in(v_desc, v_at, full, v_tile)
-        t += n_stop - n_start
-        item = following
-        if VARIANT.value.DYNAMIC:
-            # fetched one item ahead, so that nobody waits for memory
-            following = gl.atomic_add(counter, 1) + 2 * programs
-            mbarrier.wait(next_free, (count & 1) ^ 1)
-            next_smem.store(gl.full([1], following, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(next_full, count=1)
-        else:
-            following += programs
-        count += 1
-    # every arrival is met, so that no barrier is left half full
-    for u in range(gl.maximum(t - STAGES, 0), t):
-        await_release(FIRST_BARRIER + u % STAGES, THREADS)
-        await_release(FIRST_BARRIER + STAGES + u % STAGES, THREADS)
 
 
 @gluon.jit
@@ -357,7 +158,7 @@ def narrow(operands, p, words, VARIANT: gl.constexpr):
 
 @gluon.jit
 def segments_of(operands, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
-    """Segment ids of the keys of tile n [BLOCK_N] where they are asked for."""
+    """Segment ids of the keys of tile n [BLOCK_N], or anything where nobody asks for them."""
     _, k_smem, _, _, _, _, visibility, queries, place, _ = operands
     theirs = queries[1]
     if MASKED and VARIANT.value.HAS_SEGMENTS:
@@ -369,7 +170,7 @@ def segments_of(operands, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
 
 @gluon.jit
 def await_scores(operands, s, n, PENDING: gl.constexpr, VARIANT: gl.constexpr):
-    """(scores of tile n, its random words) once all but PENDING products are done; words come meanwhile."""
+    """(scores of tile n, its random words or anything) once all but PENDING products are done."""
     _, k_smem, _, _, _, shape, _, queries, place, scaling = operands
     words = queries[0]
     if VARIANT.value.HAS_DROPOUT:

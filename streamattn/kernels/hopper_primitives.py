@@ -1,4 +1,4 @@
-"""Gluon steps that kernels for Hopper share: instructions that Triton has no word for, dropout, softcap."""
+"""Gluon steps of kernels for Hopper: instructions that Triton has no word for, dropout, softcap."""
 
 from __future__ import annotations
 

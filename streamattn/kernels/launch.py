@@ -212,7 +212,7 @@ def _plan(
         None if descriptors else compiled.run,
         (programs, 1, 1),
         (compiled.function, compiled.packed_metadata, None, None, None),
-        [others.get(name) for name in names],
+        [] if descriptors else [others.get(name) for name in names],  # descriptors would keep their tensors
         tuple([(index, None) for index, x in enumerate(pointers) if x is not None]),
         tuple([names.index(name) for name in BY_LENGTH]) if varies else (),
         False,

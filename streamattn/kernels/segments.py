@@ -14,8 +14,9 @@ from torch import Tensor
 from streamattn import pattern
 from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch
 from streamattn.kernels.primitives import UNBOUNDED, kv_span, segment_range
+from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
-BLOCK = 64  # queries of a row of spans: those of a consumer of a Hopper kernel
+BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
 SCAN = 4096  # ids looked at together
 

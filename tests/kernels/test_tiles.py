@@ -93,8 +93,8 @@ def test_hopper_tiles_grow_with_the_work():
 @pytest.mark.parametrize("q_len", [64, 500, 5000])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 136, 192, 256])
 def test_hopper_tiles_are_what_the_kernel_takes(head_dim, q_len):
-    for num_heads in (1, 10_000):
-        tile = chosen(head_dim, q_len, num_heads)
+    for num_heads, segments, dropout in product((1, 10_000), (False, True), (False, True)):
+        tile = chosen(head_dim, q_len, num_heads, segments, dropout)
         assert head_dim <= tile.BLOCK_D
         assert tile.CONSUMERS in (2, 3, 4)
         assert 8 + 2 * tile.STAGES <= 16, "two named barriers a stage, from the eighth on"
