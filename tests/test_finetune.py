@@ -715,8 +715,9 @@ def test_a_name_is_refused_at_once_where_no_hub_answers(
         def hang_up() -> None:
             with suppress(OSError):  # the end of the test closes the server
                 while True:
-                    server.accept()[0].close()
-                    requests.append(1)
+                    connection, _ = server.accept()
+                    requests.append(1)  # before the client can know of the end
+                    connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
