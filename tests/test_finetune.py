@@ -720,6 +720,7 @@ def test_a_name_is_refused_at_once_where_no_hub_answers(
                     connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the environment says
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         job = str(write_job(tmp_path))
         for key, expected in (
