@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache, StaticCache
 from patches import compact
 from patches.registry import is_patched
 from streamattn.functional import attention, resolve_window
-from streamattn.module import attention_weights, combine_masks
+from streamattn.weights import attention_weights, combine_masks
 
 try:
     from transformers.cache_utils import StaticLayer

@@ -12,6 +12,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from streamattn import finetune
+
 ROOT = Path(__file__).parents[1]
 
 # Dropout on purpose: a resumed run must draw the same masks as an undisturbed one.
@@ -97,3 +101,18 @@ def own_lines(err: str) -> list[str]:
     """What a job that did not start says on stderr, less what libraries print when they are imported."""
     assert "Traceback" not in err
     return [line for line in err.splitlines() if line.startswith("streamattn finetune: ")]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line on stderr of a job that must not start."""
+    assert finetune.main(list(words)) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("streamattn finetune: ")
+    return line
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes by its path."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -100,7 +101,7 @@ def test_what_was_not_measured_is_counted() -> None:
 
 
 def printed(tables: Sequence[Table]) -> str:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=io.StringIO())
     for table in tables:
         console.print(table)
     return console.export_text()

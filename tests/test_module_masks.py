@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from streamattn import StreamMultiHeadAttention, attention
-from streamattn.module import attention_weights, combine_masks
 from streamattn.pattern import UNBOUNDED
+from streamattn.weights import attention_weights, combine_masks
 from tests.mha import EMBED_DIM, twins
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

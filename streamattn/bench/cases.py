@@ -65,14 +65,12 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A few words for a table."""
-        extras = {
-            f"window {self.window}": self.window is not None,
-            f"documents of {self.document}": self.document is not None,
-            f"dropout {self.dropout_p}": self.dropout_p > 0.0,
-        }
-        words = ["causal" if self.causal else "full", *(words for words, used in extras.items() if used)]
-        return ", ".join(words)
+        """The pattern in few words, for a table: w = window, doc = tokens of a document, p = dropout."""
+        words = ["causal" if self.causal else "full"]
+        words += [f"w {self.window}"] if self.window is not None else []
+        words += [f"doc {self.document}"] if self.document is not None else []
+        words += [f"p {self.dropout_p}"] if self.dropout_p else []
+        return " ".join(words)
 
     def pairs(self) -> int:
         """Visible pairs of query and key, of one head of one row."""

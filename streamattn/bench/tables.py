@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from streamattn.bench.cases import Case
 
 
 @dataclass(frozen=True)
@@ -57,32 +59,21 @@ class Row:
     spread: float | None = None
 
 
-def _cases(rows: Sequence[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
+def _case(row: Row) -> Case:
+    """What a row was measured on."""
+    return Case(**{field.name: getattr(row, field.name) for field in fields(Case)})
+
+
+def _cases(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
     """Rows by case and provider, in their order."""
-    found: dict[tuple[object, ...], dict[str, Row]] = {}
+    found: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        shape = (row.batch, row.num_heads, row.num_kv_heads, row.seq_len, row.head_dim)
-        masks = (row.causal, row.window, row.document, row.dropout_p)
-        found.setdefault((row.case, *shape, *masks), {})[row.provider] = row
+        found.setdefault(_case(row), {})[row.provider] = row
     return found
 
 
 def _table(title: str, *headings: str) -> Table:
     return Table(*headings, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-
-
-def pattern(row: Row) -> str:
-    """The pattern of a case in a word or two."""
-    words = ["causal" if row.causal else "full"]
-    words += [f"w {row.window}"] if row.window is not None else []
-    words += [f"doc {row.document}"] if row.document is not None else []
-    words += [f"p {row.dropout_p}"] if row.dropout_p else []
-    return " ".join(words)
-
-
-def is_plain(row: Row) -> bool:
-    """Whether there is neither window, nor document, nor dropout."""
-    return row.window is row.document is None and row.dropout_p == 0.0
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -97,8 +88,7 @@ def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
     table = _table(f"{column}, TFLOP/s", "case", "D", "mask", "shape", *headings)
     if ours:
         table.add_column("to best")
-    for case in _cases(rows).values():
-        row = next(iter(case.values()))
+    for row, case in _cases(rows).items():
         heads = (
             f"{row.num_heads}" if row.num_heads == row.num_kv_heads else f"{row.num_heads}:{row.num_kv_heads}"
         )
@@ -111,7 +101,7 @@ def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
             ratio = getattr(case.get(ours[0]), f"{column}_to_best", None)
             cells.append("-" if ratio is None else f"{ratio:.2f}")
         shape = f"{row.batch}x{row.seq_len}x{heads}"
-        table.add_row(row.case, str(row.head_dim), pattern(row), shape, *cells)
+        table.add_row(row.case, str(row.head_dim), row.label, shape, *cells)
     return table
 
 
@@ -140,15 +130,15 @@ def means(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
 def costs(rows: Sequence[Row], column: str) -> Table:
     """The time under a pattern over the time of the same provider without it, in the sets that hold both."""
     table = _table(f"{column}, costs of patterns", "case", "D", "pattern", "provider", "time / without")
-    plain = {(row.case, row.head_dim, row.provider): row for row in rows if is_plain(row)}
+    plain = {(row.case, row.head_dim, row.provider): row for row in rows if _case(row).plain}
     for row in rows:
         without = plain.get((row.case, row.head_dim, row.provider))
-        if is_plain(row) or without is None:
+        if _case(row).plain or without is None:
             continue
         times = [getattr(each, f"{column}_ms") for each in (row, without)]
         if None not in times:
             ratio = f"{times[0] / times[1]:.3f}"
-            table.add_row(row.case, str(row.head_dim), pattern(row), row.provider, ratio)
+            table.add_row(row.case, str(row.head_dim), _case(row).label, row.provider, ratio)
     return table
 
 
