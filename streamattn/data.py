@@ -92,19 +92,23 @@ def read_documents(source: str | None, leave_out: Path | None = None) -> tuple[I
         return _folder(path, leave_out)
     if path.exists():
         return _single_file(path)
-    if _is_path(source):
-        raise ValueError(f"data: no file or folder {source!r} (seen from {Path.cwd()})")
+    if is_path(source):
+        raise ValueError(
+            f"data: no file or folder {source!r} (seen from {Path.cwd()}); pass one that is there, or leave "
+            "data out to train on Python's standard library"
+        )
     return _data_set(source)
 
 
-def _is_path(name: str) -> bool:
-    """Whether ``name`` is that of a file or folder, even of one that isn't there, and none of the hub's."""
+def is_path(name: str) -> bool:
+    """Whether ``name`` is a file's or folder's, even of one that isn't there, and can't be one on the hub."""
     path = Path(name).expanduser()
     return (
         path.exists()
         or name.startswith((".", "/", "~"))
         or name.count("/") > 1
         or path.suffix in (".txt", ".md")
+        or re.search(r"[\\\s]", name) is not None
     )
 
 
@@ -117,7 +121,7 @@ def hub_or_cache(*names: str | None) -> Iterator[None]:
     Args:
         names: models, tokenizers and data sets; without one that may lie on the hub, it isn't asked.
     """
-    remote = [name for name in names if name is not None and not _is_path(name)]
+    remote = [name for name in names if name is not None and not is_path(name)]
     offline = constants.HF_HUB_OFFLINE
     try:
         if remote and not offline:
@@ -151,7 +155,9 @@ def _standard_library() -> tuple[list[str], list[str]]:
 
 def _folder(root: Path, leave_out: Path | None) -> tuple[list[str], list[str]]:
     if not os.access(root, os.R_OK | os.X_OK):
-        raise ValueError(f"data: can't read the folder {str(root)!r}: permission denied")
+        raise ValueError(
+            f"data: can't read the folder {str(root)!r}: permission denied; allow it, or pass another"
+        )
     files = [
         f
         for f in root.rglob("*")
@@ -170,7 +176,7 @@ def _split_files(root: Path, files: list[Path], share: float) -> tuple[list[str]
     if len(texts) < 2:
         raise ValueError(
             f"data: expected at least 2 files of UTF-8 text in {str(root)!r} (one is held out), found "
-            f"{len(texts)} among {len(files)} files"
+            f"{len(texts)} among {len(files)} files; add some, or pass one file, whose end is held out"
         )
     by_hash = sorted(texts, key=lambda name: (zlib.crc32(name.encode()), name))
     enough = share * sum(map(len, texts.values()))
@@ -198,10 +204,13 @@ def _single_file(path: Path) -> tuple[list[str], list[str]]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start})"
+            f"data: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert "
+            "it, or pass another"
         ) from None
     except OSError as error:
-        raise ValueError(f"data: can't read {str(path)!r}: {error.strerror}") from None
+        raise ValueError(
+            f"data: can't read {str(path)!r}: {error.strerror}; let this user read it, or pass another"
+        ) from None
     start = len(text) - int(len(text) * HELD_OUT_SHARE)
     cut = text.rfind("\n", 0, start) + 1 or start
     return [text[:cut]], [text[cut:]]
@@ -219,10 +228,14 @@ def _data_set(name: str) -> tuple[Iterable[str], Iterable[str]]:
         if isinstance(error, ConnectionError):
             reason = "the hub can't be reached, and its cache here doesn't hold it"
         raise ValueError(
-            f"data: {name!r} is neither a file or folder here nor a data set that could be loaded ({reason})"
+            f"data: {name!r} is neither a file or folder here nor a data set that could be loaded "
+            f"({reason}); pass the path of a text, or leave data out to train on Python's standard library"
         ) from error
     if not isinstance(splits, datasets.DatasetDict) or "train" not in splits:
-        raise ValueError(f"data: expected a data set with a split 'train', {name!r} has {list(splits)}")
+        raise ValueError(
+            f"data: expected a data set with a split 'train', {name!r} has {list(splits)}; pass another, or "
+            "the path of a text"
+        )
     train = splits["train"]
     held_out = next((splits[s] for s in ("validation", "test") if s in splits), None)
     if held_out is None:
@@ -237,7 +250,8 @@ def _data_set(name: str) -> tuple[Iterable[str], Iterable[str]]:
     column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
     if column is None:
         raise ValueError(
-            f"data: expected a column 'text' or a single one of strings in {name!r}, found {strings}"
+            f"data: expected a column 'text' or a single one of strings in {name!r}, found {strings}; "
+            "pass another, or the path of a text"
         )
     return train[column], held_out[column]
 

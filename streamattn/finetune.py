@@ -3,12 +3,13 @@
 ``torchrun --nproc-per-node N -m streamattn.finetune configs/<name>.yaml [--key value ...]``, or
 ``streamattn finetune ...`` in one process. The loop, DDP, precision, schedule, logging, evaluation and
 checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text,
-`streamattn.run_folder` minds the output folder, and this file builds the trainer, finds the checkpoint to go
-on from, and reports.
+`streamattn.run_folder` minds the output folder and finds the checkpoint to go on from, and this file builds
+the trainer and reports.
 
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
-and leaves ``output_dir`` as it was. No run overwrites another: an unfinished one goes on or is left alone, a
-finished one is moved aside when the first step comes next.
+and leaves ``output_dir`` as it was; of several processes one speaks. A checkpoint that can't be written ends
+it in one line too, which says how to go on. No run overwrites another: an unfinished one goes on or is left
+alone, a finished one is moved aside when the first step comes next.
 
 Left out on purpose: a training loop, and parallelism beyond DDP.
 """
@@ -20,7 +21,6 @@ import math
 import os
 import resource
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,33 +60,41 @@ from streamattn.data import (
     train_tokenizer,
     write_blocks,
 )
-from streamattn.job import Job, check_batches, check_causal, check_launch, job_keys, load_shape, read_job
+from streamattn.job import (
+    Job,
+    check_batches,
+    check_causal,
+    check_launch,
+    job_keys,
+    load_pretrained,
+    load_shape,
+    one_line,
+    read_job,
+)
 from streamattn.run_folder import (
+    Finished,
     RecordWorldSize,
     RunFolder,
+    cannot_write,
+    check_same_shape,
+    checkpoint_to_resume,
     last_checkpoint,
     last_step,
     trainer_state,
-    why_incomplete,
+    writing,
 )
 
 COMPARED_TOKENS = 512
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
-LONGEST_MESSAGE = 600
 SECONDS_TO_SPEAK = 15.0  # and to exit: some seconds where processes share few cores
 
 
 class Refused(ValueError):
-    """The job can't be started as it was asked for."""
+    """The job can't be started as it was asked for, or what it trains can't be saved."""
 
 
-class Finished(Exception):
-    """The run that was to go on is at its last step."""
-
-    def __init__(self, output_dir: Path | str, step: int) -> None:
-        super().__init__(
-            f"the run in {output_dir} is finished at step {step} of {step}: nothing is left to do"
-        )
+class RefusedElsewhere(Exception):
+    """Another process of the launch says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = sorted(job_keys() - {"context_parallel_size"})  # only its default is served yet
         print(f"keys: {', '.join(keys)}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
+    began = time.perf_counter()
     status, job, folder, trainer = 0, None, None, None
     speaks = os.environ.get("RANK", "0") == "0"
     try:
@@ -115,11 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             with hub_or_cache(job.model, job.tokenizer, job.data):
                 trainer, checkpoint = build_trainer(job, folder)
         except (ValueError, OSError) as error:
-            raise Refused(_one_line(error)) from error
-        train(trainer, checkpoint)
+            raise Refused(one_line(error)) from error
+        try:
+            train(trainer, checkpoint, began)
+        except (Refused, Finished):
+            raise
+        except Exception as error:
+            if (line := cannot_write(error, folder.path)) is None:
+                raise
+            raise Refused(f"{line}; {_way_on(job, trainer)}") from error
     except Refused as error:
         _let_the_first_speak()
-        print(f"streamattn finetune: {_one_line(error)}", file=sys.stderr)
+        print(f"streamattn finetune: {one_line(error)}", file=sys.stderr)
+        status = 2
+    except RefusedElsewhere:
+        _let_the_first_speak(everywhere=True)
         status = 2
     except Finished as note:
         if speaks:
@@ -151,25 +170,33 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
 
     Raises:
         ValueError: the job asks for something that doesn't fit together.
-        OSError: a model or tokenizer that isn't there, a process group that can't be joined.
+        OSError: a process group that can't be joined.
+        RefusedElsewhere: another process found the mistake.
         Finished: there is nothing left to do, and nothing was touched.
     """
     with _refusing("transformers.TrainingArguments"):
         arguments = TrainingArguments(**job.training)
-    checkpoint, starts = _checkpoint_to_resume(job, arguments, folder)
+    checkpoint, starts = checkpoint_to_resume(job, arguments, folder)
     set_seed(arguments.seed)
     if job.model is not None:
-        config = _from_pretrained(AutoConfig, "model", job.model)
+        config = load_pretrained(AutoConfig, "model", job.model)
     else:
         config = load_shape(job.shape or "", beside=job.config.parent)
     if checkpoint is not None:
-        _check_same_shape(checkpoint, config)
+        check_same_shape(checkpoint, config)
+    text, mistake = None, None
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="tokenizing"):
         place = folder.prepared if starts else folder.path
-        tokenizer, train_blocks, held_out = _prepare_text(job, arguments, config, checkpoint, place)
+        try:
+            text = _prepare_text(job, arguments, config, checkpoint, place)
+        except Exception as error:
+            mistake = error
+    _raise_in_one_process(mistake)
+    assert text is not None
+    tokenizer, train_blocks, held_out = text
     if job.model is not None:
         # Training keeps float32 weights, whatever the file holds; bf16: true computes in bfloat16 from them.
-        model = _from_pretrained(AutoModelForCausalLM, "model", job.model, config=config).float()
+        model = load_pretrained(AutoModelForCausalLM, "model", job.model, config=config).float()
     else:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
@@ -217,13 +244,18 @@ def _refusing(what: str, begun: _Begun | None = None) -> Iterator[None]:
     except Exception as error:  # which one differs between releases, and from one key to the next
         if begun is not None and begun.yes:
             raise
-        raise Refused(f"{what}: {_one_line(error)}") from error
+        raise Refused(f"{what}: {one_line(error)}") from error
 
 
-def _from_pretrained(cls: Any, key: str, name: str, **options: Any) -> Any:
-    """``cls.from_pretrained(name)``, whose errors name the job's key."""
-    with _refusing(f"{key}: can't load {name!r}"):
-        return cls.from_pretrained(name, **options)
+def _raise_in_one_process(mistake: Exception | None) -> None:
+    """Raise the mistake of the first process that has one; all processes call this, for all have to stop."""
+    found = [mistake is not None]
+    if dist.is_available() and dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, mistake is not None)
+    if any(found):
+        speaks = found.index(True) == (dist.get_rank() if len(found) > 1 else 0)
+        raise mistake if speaks and mistake is not None else RefusedElsewhere
 
 
 def _spare_warnings(model: PreTrainedModel) -> None:
@@ -242,7 +274,7 @@ def _join_process_group(job: Job) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
-        raise ConnectionError(f"can't join the process group: {_one_line(error)}") from None
+        raise ConnectionError(f"can't join the process group: {one_line(error)}") from None
 
 
 def _prepare_text(
@@ -266,20 +298,21 @@ def _prepare_text(
     blocks = None if fresh else read_blocks(folder / "blocks", made_from)
     if blocks is None and not arguments.should_save:
         raise ValueError(
-            f"the main process left no text in {folder / 'blocks'}: see its message, or put output_dir on a "
-            "file system that all nodes share"
+            f"output_dir: expected the main process's text in {folder / 'blocks'}, which is not "
+            "there; put output_dir on a file system that all nodes share"
         )
     texts, held_out_texts = read_documents(job.data, leave_out=job.output_dir) if blocks is None else ([], [])
 
     if pretrained is not None:
-        tokenizer = _from_pretrained(AutoTokenizer, "tokenizer", pretrained)
+        tokenizer = load_pretrained(AutoTokenizer, "tokenizer", pretrained)
     elif fresh:
         tokenizer = train_tokenizer(texts, vocab_size)
-        tokenizer.save_pretrained(folder / "tokenizer")
+        with writing(job.output_dir):
+            tokenizer.save_pretrained(folder / "tokenizer")
     else:
         trained = folder / "tokenizer"
         trained = str(trained) if trained.is_dir() else checkpoint or ""
-        tokenizer = _from_pretrained(PreTrainedTokenizerFast, "tokenizer", trained)
+        tokenizer = load_pretrained(PreTrainedTokenizerFast, "tokenizer", trained)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer: expected one with an end-of-text token, {pretrained!r} has none")
     if len(tokenizer) > vocab_size:
@@ -288,7 +321,7 @@ def _prepare_text(
             "tokenizer and a model that belong together"
         )
     if checkpoint is not None:
-        saved = _from_pretrained(AutoTokenizer, "resume", checkpoint)
+        saved = load_pretrained(AutoTokenizer, "resume", checkpoint)
         if saved.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"tokenizer: not the vocabulary of {checkpoint}; go on with the same tokenizer")
     if blocks is None:
@@ -299,7 +332,8 @@ def _prepare_text(
                     f"data: the {name} part of {job.data or 'the standard library'!r} is shorter than one "
                     f"block of {seq_len} tokens; give more text or a smaller seq_len"
                 )
-        write_blocks(folder / "blocks", made_from, *packed)
+        with writing(job.output_dir):
+            write_blocks(folder / "blocks", made_from, *packed)
         blocks = TokenBlocks(packed[0]), TokenBlocks(packed[1])
     return tokenizer, *blocks
 
@@ -389,7 +423,7 @@ class _Begun(TrainerCallback):
                 try:
                     notes = self.folder.take() if args.should_save else []
                 except ValueError as error:  # it names the key itself
-                    raise Refused(_one_line(error)) from error
+                    raise Refused(one_line(error)) from error
                 for note in notes:
                     self.console.print(note, markup=False, soft_wrap=True)
         if state.global_step == state.max_steps:
@@ -411,72 +445,23 @@ def _way_on(job: Job | None, trainer: Trainer | None) -> str:
     return f"go on from {found} with --resume"
 
 
-def _let_the_first_speak() -> None:
-    """Wait: if the first process of this host refuses the job too, torchrun ends this one meanwhile."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+def _let_the_first_speak(everywhere: bool = False) -> None:
+    """Wait: if the first process of this host refuses the job too, torchrun ends this one meanwhile.
+
+    With ``everywhere`` the first one waits too, for a process that has more to say.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and (everywhere or os.environ.get("LOCAL_RANK", "0") != "0"):
         with suppress(KeyboardInterrupt):
             time.sleep(SECONDS_TO_SPEAK)
 
 
-def _check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
-    """Raise if the checkpoint's model has other sizes: Trainer would load what fits, or fail half way."""
-    saved = _from_pretrained(AutoConfig, "resume", checkpoint).to_dict()
-    for key, value in config.to_dict().items():
-        if type(value) is int and not key.endswith("_token_id") and saved.get(key) != value:
-            raise ValueError(
-                f"{key}: {checkpoint} has {saved.get(key)} and can't go on with {value}; pass the same "
-                "model or shape, or another output_dir"
-            )
-
-
-def _checkpoint_to_resume(
-    job: Job, arguments: TrainingArguments, folder: RunFolder
-) -> tuple[str | None, bool]:
-    """The checkpoint to go on from, None at a fresh start; and whether the run starts in ``output_dir``.
-
-    Into another ``output_dir`` it may start from a checkpoint.
-
-    Raises:
-        ValueError: the named checkpoint isn't complete, or a start would bury an unfinished run.
-        Finished: the run to go on with ended, and left no checkpoint from which it could be prolonged.
-    """
-    output = job.output_dir
-    if arguments.should_save:
-        folder.hold()
-    folder.check_checkpoints()
-    # Where the text still waits, the try before this one didn't begin: an earlier run lies there.
-    restarted = folder.restarts > 0 and not folder.prepared.exists()
-    named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
-    found, broken = last_checkpoint(output)
-    state = None if found is None else trainer_state(found)
-    last = last_step(output)
-    # A run that keeps no checkpoints, or only its best, ends behind the newest.
-    ended = last is not None and (state is None or last > state["global_step"])
-    console = Console(quiet=arguments.process_index != 0)
-    if named is not None:
-        reason = why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
-        if reason is not None:
-            raise ValueError(f"resume: {named!r} is not a complete checkpoint ({reason})")
-        named = os.path.realpath(named)  # a way through output_dir ends when that is moved
-        if restarted or output.resolve() in Path(named).resolve().parents:
-            return named, False
-    elif job.resume or restarted:
-        for incomplete, reason in broken.items():
-            console.print(f"skipping {incomplete}: {reason}", markup=False, soft_wrap=True)
-        if last is not None and ended and arguments.max_steps <= last:
-            raise Finished(output, last)
-        note = f"resuming from {found}" if found else f"no complete checkpoint in {output}: starting afresh"
-        console.print(note, markup=False, soft_wrap=True)
-        if found is not None:
-            return str(found), False
-    if arguments.should_save:
-        folder.prepare()
-    folder.check_start()
-    return named, True
-
-
-def train(trainer: Trainer, checkpoint: str | None) -> None:
+def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) -> None:
     """Train, evaluate, save, and print the results.
+
+    Args:
+        trainer: of `build_trainer`, and
+        checkpoint: what it returned with it.
+        began: `time.perf_counter()` when the job began; None: now.
 
     Raises:
         Refused: an optimizer, a schedule or a checkpoint that transformers can't begin with.
@@ -484,12 +469,14 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     """
     arguments = trainer.args
     start = time.perf_counter()
+    began = start if began is None else began
     first_step = first_logged = 0
     if checkpoint is not None:
         state = trainer_state(Path(checkpoint))
         first_step, first_logged = state["global_step"], len(state["log_history"])
     try:
-        with _refusing("transformers.Trainer", _begun(trainer)):
+        from_where = "" if checkpoint is None else f", resuming from {checkpoint}"
+        with _refusing(f"transformers.Trainer{from_where}", _begun(trainer)):
             result = trainer.train(resume_from_checkpoint=checkpoint)
     except Finished:
         if last_step(Path(arguments.output_dir or "")) == trainer.state.global_step:
@@ -533,6 +520,8 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     if result is not None:
         speed = f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
         table.add_row("tokens/s", speed)
+    minutes, rest = divmod(round(time.perf_counter() - began), 60)
+    table.add_row("wall time", f"{minutes} min {rest} s with preparation, evaluation and saving")
     table.add_row("peak memory", _peak_memory(arguments.device))
     table.add_row("saved in", Text(str(arguments.output_dir)))  # brackets in a path are no markup
     console = Console()
@@ -583,14 +572,6 @@ def _sample(trainer: Trainer) -> tuple[str, str]:
 def _leave_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _one_line(error: BaseException) -> str:
-    """An error's message, without PyTorch's C++ stack, on one line of bounded length."""
-    text, _, _ = str(error).partition("Exception raised from")
-    if not text or isinstance(error, LookupError | AttributeError):  # a KeyError's message is only the key
-        text = f"{type(error).__name__}: {text}"
-    return textwrap.shorten(text, LONGEST_MESSAGE, placeholder=" ...")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import sys
+import textwrap
 import time
 import types
 import typing
@@ -27,10 +28,14 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, PretrainedConfig, TrainingArguments
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from streamattn.data import is_path
+
 MASTER_TIMEOUT = timedelta(seconds=60)
+LONGEST_MESSAGE = 600
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _PATHS = {
@@ -66,7 +71,7 @@ class _Loader(yaml.SafeLoader):
         keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         for i, key in enumerate(keys):
             if key.value in [earlier.value for earlier in keys[:i]]:
-                problem = f"the key {key.value!r} comes twice"
+                problem = f"the key {key.value!r} comes twice; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -210,11 +215,12 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except FileNotFoundError:
         folders = dict.fromkeys(folder.resolve() for folder in (path.parent, _CONFIGS))
         files = {file.name: file for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
-        near = [str(files[name]) for name in difflib.get_close_matches(path.name, files, n=3, cutoff=0.4)]
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise ValueError(f"no file {str(path)!r}{hint}") from None
+        stems = {Path(name).stem: file for name, file in files.items()}  # the ending is alike in all of them
+        near = [str(stems[name]) for name in difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.4)]
+        hint = f"near it: {', '.join(near)}" if near else "pass the path of a YAML that is there"
+        raise ValueError(f"no file {str(path)!r}; {hint}") from None
     except OSError as error:
-        raise ValueError(f"can't read {str(path)!r}: {error.strerror}") from None
+        raise ValueError(f"can't read {str(path)!r}: {error.strerror}; pass the path of a YAML") from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path}: not a YAML file: not UTF-8 text ({error.reason} at byte {error.start})"
@@ -281,6 +287,13 @@ def _expand_home(key: str, value: Any) -> Any:
 
 def _check_training(values: Mapping[str, Any]) -> None:
     """Refuse what TrainingArguments takes but would train no step, or measure no loss."""
+    for key, value in values.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{key}: expected a number, got nan")
+    if not 0 <= values.get("learning_rate", 0.0) < math.inf:
+        raise ValueError(f"learning_rate: expected a finite number from 0 on, got {values['learning_rate']}")
+    if not 0 <= values.get("seed", 0) < 2**32:
+        raise ValueError(f"seed: expected a whole number from 0 to 2^32 - 1, got {values['seed']}")
     for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if values.get(key, 1) < 1:
             raise ValueError(f"{key}: expected at least 1, got {values[key]}")
@@ -319,6 +332,49 @@ def _typed(key: str, value: Any, hint: Any, text: str) -> Any:
     raise ValueError(f"{key}: expected {names}, got {value!r}")
 
 
+def one_line(error: BaseException) -> str:
+    """An error's message, without PyTorch's C++ stack, on one line of bounded length."""
+    text, _, _ = str(error).partition("Exception raised from")
+    if not text or isinstance(error, LookupError | AttributeError):  # a KeyError's message is only the key
+        text = f"{type(error).__name__}: {text}"
+    return textwrap.shorten(text, LONGEST_MESSAGE, placeholder=" ...")
+
+
+def load_pretrained(cls: Any, key: str, name: str, **options: Any) -> Any:
+    """``cls.from_pretrained(name)``, whose errors name the job's key.
+
+    Raises:
+        ValueError: whatever was wrong, in one line; of a path that isn't there nothing is asked of the hub.
+    """
+    path = Path(name)
+    if is_path(name) and not path.exists():
+        raise ValueError(
+            f"{key}: no folder {name!r} (seen from {Path.cwd()}); pass one that a model was saved in, or a "
+            "name on the hub"
+        )
+    if path.is_file():
+        raise ValueError(
+            f"{key}: expected the folder of a saved model, got the file {name!r}; pass its folder"
+        )
+    needed = {AutoConfig: ("config.json",), AutoTokenizer: ("*.json", "*.model", "vocab*")}.get(cls, ("*",))
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in needed):
+        what = "model" if cls is AutoConfig else "tokenizer"
+        raise ValueError(
+            f"{key}: expected the folder of a saved {what}, {name!r} holds no "
+            f"{' or '.join(needed)}; pass another"
+        )
+    try:
+        return cls.from_pretrained(name, **options)
+    except Exception as error:  # which one differs between releases
+        reason = one_line(error)
+        if isinstance(error, OSError) and constants.HF_HUB_OFFLINE and not path.exists():
+            reason = (
+                "there is no such folder, the hub doesn't answer (or HF_HUB_OFFLINE is set), and its cache "
+                "here doesn't hold it; pass the folder of a saved model"
+            )
+        raise ValueError(f"{key}: can't load {name!r}: {reason}") from error
+
+
 def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
     """A model's configuration from a file with ``model_type`` and fields of that type's configuration class.
 
@@ -334,8 +390,12 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
     """
     file = name if name.endswith(".yaml") else f"{name}.yaml"
     candidates = [Path(name), beside / "shapes" / file, _CONFIGS / "shapes" / file]
-    path = next((candidate for candidate in candidates if candidate.is_file()), candidates[-1])
-    values, _ = _read_yaml(path)
+    missing = candidates[0 if is_path(name) else -1]
+    path = next((candidate for candidate in candidates if candidate.is_file()), missing)
+    try:
+        values, _ = _read_yaml(path)
+    except ValueError as error:
+        raise ValueError(f"shape: {error}") from None
     if "model_type" not in values:
         raise ValueError(
             f"{path}: expected model_type: gpt2 or another of transformers' model types, got {values}"
@@ -410,10 +470,12 @@ def check_launch(job: Job, environment: Mapping[str, str]) -> bool:
         present = [name for name in (*numbers, address) if name not in missing]
         launch = _LAUNCH.format(processes=environment.get("WORLD_SIZE") or "N", config=job.config)
         raise ValueError(f"{', '.join(present)} set but {', '.join(missing)} missing; launch with: {launch}")
-    for name in numbers:
-        if not environment[name].isdigit():
+    for name in (*numbers, "LOCAL_WORLD_SIZE"):
+        if not environment.get(name, "1").isdigit():
             raise ValueError(f"{name}: expected a whole number, got {environment[name]!r}")
     rank, local_rank, world_size, port = (int(environment[name]) for name in numbers)
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT: expected 1 to 65535, got {port}")
     if rank >= world_size:
         raise ValueError(f"RANK: expected less than WORLD_SIZE={world_size}, got {rank}")
     local_processes = max(int(environment.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)

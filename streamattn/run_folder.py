@@ -1,5 +1,8 @@
 """What earlier runs left in ``output_dir``, and how a run takes the folder without losing any of it.
 
+A run that is told to resume goes on from the newest complete checkpoint; without one it starts from the
+beginning and says so, for whoever starts jobs again when they end gives the same command every time.
+
 Nothing there is deleted but what this code itself put into ``.prepared``. A finished run is moved aside as a
 whole; the text of one that was cut short before its first checkpoint is renamed; a folder that bears one of
 our names and isn't ours refuses the job.
@@ -20,19 +23,67 @@ import re
 import shutil
 import socket
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from transformers import TrainerCallback
+from transformers import AutoConfig, PretrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from streamattn.job import Job
+from streamattn.job import Job, load_pretrained
 
 LOCK = ".streamattn.lock"
 PARTS = ("blocks", "tokenizer")
+
+
+def cannot_write(error: BaseException, folder: Path) -> str | None:
+    """If ``error`` came of writing into ``folder``, what to say of it: why, how much is free, what to do.
+
+    The libraries that write checkpoints say it in their own ways, torch without the system's reason.
+    """
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, OSError):
+        known = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+        if error.errno is None:  # numpy's, after a short write; those of networks have none either
+            known = re.search(r"\d+ requested and \d+ written", reason)
+    else:
+        known = re.search(r"os error (5|27|28|30|122)\b|inline_container|PytorchStreamWriter", reason)
+    if not known:
+        return None
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return None
+    if "inline_container" in reason or "PytorchStreamWriter" in reason:
+        reason = "a file was cut short"
+    return (
+        f"output_dir: can't write to {folder}, where {free / 2**20:,.1f} MiB are free ({reason}); make room "
+        "there, or pass another --output_dir"
+    )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an error of writing into ``folder`` into a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises no narrower one
+        if (line := cannot_write(error, folder)) is None:
+            raise
+        raise ValueError(line) from error
+
+
+def world_size_of(checkpoint: Path) -> int:
+    """How many processes wrote a checkpoint; 1 if it doesn't say.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError, AttributeError: its state can't be read.
+    """
+    recorded = trainer_state(checkpoint)["stateful_callbacks"].get(RecordWorldSize.__name__, {})
+    return int(recorded.get("args", {}).get("world_size", 1))
 
 
 def trainer_state(folder: Path) -> dict[str, Any]:
@@ -77,9 +128,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
     """What is missing or cut off in a checkpoint; None if it is complete."""
     try:
         # Rank 0 writes this file last.
-        state = trainer_state(checkpoint)
-        recorded = state["stateful_callbacks"].get(RecordWorldSize.__name__, {})
-        world_size = int(recorded.get("args", {}).get("world_size", 1))
+        world_size = world_size_of(checkpoint)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return "no readable trainer_state.json"
     ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
@@ -98,7 +147,18 @@ def why_incomplete(checkpoint: Path) -> str | None:
             return f"no {name}"
         if not zipfile.is_zipfile(checkpoint / name):
             return f"{name} is cut off"
+        # Trainer would find it when training has begun. The optimizer's, as large as the model, is read once.
+        if name != "optimizer.pt" and not _sums_agree(checkpoint / name):
+            return f"{name} is damaged"
     return None
+
+
+def _sums_agree(archive: Path) -> bool:
+    try:
+        with zipfile.ZipFile(archive) as parts:
+            return parts.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
+        return False
 
 
 def last_step(output_dir: Path) -> int | None:
@@ -124,6 +184,26 @@ def steps_left(output_dir: Path) -> tuple[int, int] | None:
     step, steps = state["global_step"], state["max_steps"]
     # A run that keeps no checkpoints, or only its best, ends behind the newest.
     return None if step >= steps or (ended is not None and ended > step) else (step, steps)
+
+
+def check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
+    """Raise ValueError for a checkpoint of other sizes: Trainer would load what fits, or fail half way."""
+    saved = load_pretrained(AutoConfig, "resume", checkpoint).to_dict()
+    for key, value in config.to_dict().items():
+        if type(value) is int and not key.endswith("_token_id") and saved.get(key) != value:
+            raise ValueError(
+                f"{key}: {checkpoint} has {saved.get(key)} and can't go on with {value}; pass the same "
+                "model or shape, or another output_dir"
+            )
+
+
+class Finished(Exception):
+    """The run that was to go on is at its last step."""
+
+    def __init__(self, output_dir: Path | str, step: int) -> None:
+        super().__init__(
+            f"the run in {output_dir} is finished at step {step} of {step}: nothing is left to do"
+        )
 
 
 class Lock:
@@ -339,6 +419,62 @@ class RunFolder:
             f"output_dir: {path} was not written by an earlier run, and this one would put its own there; "
             "pass another --output_dir, or move it away"
         )
+
+
+def checkpoint_to_resume(
+    job: Job, arguments: TrainingArguments, folder: RunFolder
+) -> tuple[str | None, bool]:
+    """The checkpoint to go on from, None at a fresh start; and whether the run starts in ``output_dir``.
+
+    Into another ``output_dir`` it may start from a checkpoint.
+
+    Raises:
+        ValueError: the named checkpoint isn't complete, or a start would bury an unfinished run.
+        Finished: the run to go on with ended, and left no checkpoint from which it could be prolonged.
+    """
+    output = job.output_dir
+    if arguments.should_save:
+        folder.hold()
+    folder.check_checkpoints()
+    # Where the text still waits, the try before this one didn't begin: an earlier run lies there.
+    restarted = folder.restarts > 0 and not folder.prepared.exists()
+    named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
+    found, broken = last_checkpoint(output)
+    state = None if found is None else trainer_state(found)
+    last = last_step(output)
+    # A run that keeps no checkpoints, or only its best, ends behind the newest.
+    ended = last is not None and (state is None or last > state["global_step"])
+    console = Console(quiet=arguments.process_index != 0)
+    if named is not None:
+        reason = why_incomplete(Path(named)) if Path(named).is_dir() else "no such folder"
+        if reason is not None:
+            raise ValueError(
+                f"resume: {named!r} is not a complete checkpoint ({reason}); pass an earlier one, or "
+                "--resume alone for the newest that is complete"
+            )
+        named = os.path.realpath(named)  # a way through output_dir ends when that is moved
+        if restarted or output.resolve() in Path(named).resolve().parents:
+            return named, False
+    elif job.resume or restarted:
+        for incomplete, reason in broken.items():
+            console.print(f"skipping {incomplete}: {reason}", markup=False, soft_wrap=True)
+        if last is not None and ended and arguments.max_steps <= last:
+            raise Finished(output, last)
+        note = f"nothing to resume: no complete checkpoint in {output}, starting from the beginning"
+        if found is not None:
+            note = f"resuming from {found}"
+            if (before := world_size_of(found)) != arguments.world_size:
+                note += (
+                    f" of {before} process(es) with {arguments.world_size}: batches and random numbers, and "
+                    "so the losses, differ from an undisturbed run's"
+                )
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        if found is not None:
+            return str(found), False
+    if arguments.should_save:
+        folder.prepare()
+    folder.check_start()
+    return named, True
 
 
 def _made_from(blocks: Path) -> dict[str, Any] | None:

@@ -1,12 +1,14 @@
 """Shared by all tests: seeds, threads, hypothesis profiles, and the skip of GPU tests without a GPU.
 
 `HYPOTHESIS_PROFILE=sweep` searches long; the default, `ci`, is quick. Both draw other examples every time; a
-failure prints what reproduces it, and what it found is kept as a case.
+failure prints what reproduces it, and what it found is kept as a case. `SWEEP_CASES=6` runs so many cases of
+each test marked `sweep`.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +37,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def left_out_of_sweeps(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Of each test marked `sweep` all cases but ``count`` that are spread evenly over them."""
+    sweeps: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    left_out: list[pytest.Item] = []
+    for cases in sweeps.values():
+        kept = {i * (len(cases) - 1) // max(count - 1, 1) for i in range(count)}
+        left_out += [case for i, case in enumerate(cases) if i not in kept]
+    return left_out
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; shorten the sweeps."""
+    if count := int(os.environ.get("SWEEP_CASES", "0")):
+        left_out = left_out_of_sweeps(items, count)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -114,16 +114,18 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"data: no file or folder '\./missing'"):
+    with pytest.raises(
+        ValueError, match=r"data: no file or folder '\./missing' .*; pass one that is there, or"
+    ):
         read_documents("./missing")
     with pytest.raises(ValueError, match=r"data: no file or folder 'missing.txt'"):
         read_documents("missing.txt")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"is not UTF-8 text .*; convert it, or pass another"):
         read_documents(str(binary))
     with pytest.raises(
-        ValueError, match=r"expected at least 2 files of UTF-8 text in .* found 0 among 1 files"
+        ValueError, match=r"expected at least 2 files of UTF-8 text in .* found 0 among 1 files; add some, or"
     ):
         read_documents(str(tmp_path))
 
@@ -131,7 +133,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_text", refuse)  # root may read everything
-    with pytest.raises(ValueError, match=r"can't read .*binary.txt': Permission denied"):
+    with pytest.raises(
+        ValueError, match=r"can't read .*binary.txt': Permission denied; let this user read it, or"
+    ):
         read_documents(str(binary))
 
 
@@ -160,7 +164,7 @@ def test_a_data_set_gives_its_text_column_and_its_own_split(
     assert len(list(held_out)) == 5
 
     splits["train"] = whole.rename_column("text", "body")
-    with pytest.raises(ValueError, match=r"expected a column 'text' .*\['title', 'body'\]"):
+    with pytest.raises(ValueError, match=r"expected a column 'text' .*\['title', 'body'\]; pass another"):
         read_documents("owner/name")
 
 
@@ -179,7 +183,7 @@ def test_an_absent_data_set_is_one_line(
         raise failure
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError, match=rf"neither a file or folder .*\({reason}\)") as error:
+    with pytest.raises(ValueError, match=rf"neither a file or folder .*\({reason}\); pass the path") as error:
         read_documents("owner/name")
     assert "\n" not in str(error.value)
 

@@ -36,6 +36,7 @@ vocab_size: 384
 
 def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path, max_steps=30, eval_strategy="steps", eval_steps=30, eval_on_start=True)
+    began = time.perf_counter()
     assert finetune.main([str(job)]) == 0
     out = capsys.readouterr().out
     assert "2 attention layers patched, 0 not" in out
@@ -50,6 +51,9 @@ def test_a_job_trains_reports_and_saves(tmp_path: Path, capsys: pytest.CaptureFi
     assert "of the first" in out
     for word in ("training loss", "held-out loss", "perplexity", "tokens/s", "peak memory", "GiB", "sample"):
         assert word in out
+    minutes = re.search(r"wall time\W+(\d+) min (\d+) s with preparation, evaluation and saving", out)
+    assert minutes is not None
+    assert abs(60 * int(minutes[1]) + int(minutes[2]) - (time.perf_counter() - began)) < 2
 
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     held_out = [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
@@ -194,11 +198,12 @@ def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
         (["--report_to", "nothing-known"], "transformers.*: nothing-known"),
         # What Trainer would find only when it begins.
         (["--lr_scheduler_kwargs", "{powr: 2}"], "transformers.Trainer: .*unexpected keyword .*'powr'"),
-        (["--learning_rate", "-1"], "transformers.Trainer: Invalid learning rate: -1.0"),
+        (["--adam_beta1", "2"], "transformers.Trainer: Invalid beta parameter at index 0: 2.0"),
         (["--dataloader_num_workers", "-1"], "transformers.Trainer: num_workers"),
         (["--shape", "gpt2-nan"], "no file .*gpt2-nan.yaml.*near it: .*gpt2-nano.yaml"),
-        (["--model", "./no-such-model"], "no-such-model"),
-        (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
+        (["--model", "./no-such-model"], r"model: no folder './no-such-model' \(seen from"),
+        (["--model", "job.yaml/of/it"], "model: no folder 'job.yaml/of/it'"),
+        (["--tokenizer", "./no-such-tokenizer"], r"tokenizer: no folder './no-such-tokenizer' \(seen from"),
         (["--shape", "bert.yaml"], "expected a causal language model, got bert with is_decoder: false"),
         (["--shape", "odd.yaml"], "shape: .*size"),
         (

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamattn import finetune
-from tests.finetune_jobs import contents, losses, refused, run, start, write_job
+from tests.finetune_jobs import ROOT, contents, losses, refused, run, start, write_job
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +78,15 @@ def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Pa
     best, broken = finetune.last_checkpoint(output)
     assert (best, broken) == (output / "checkpoint-24", {})
 
-    def damage(name: str, keep: float | None) -> str:
+    def damage(name: str, keep: float | None, inside: bytes = b"") -> str:
         shutil.rmtree(output / "checkpoint-24")
         shutil.copytree(undisturbed / "out" / "checkpoint-24", output / "checkpoint-24")
         file = output / "checkpoint-24" / name
         content = file.read_bytes()
         file.unlink()
         if keep is not None:
+            middle = len(content) // 2
+            content = content[:middle] + inside + content[middle + len(inside) :]
             file.write_bytes(content[: int(len(content) * keep)])
         best, broken = finetune.last_checkpoint(output)
         assert best == output / "checkpoint-16"
@@ -91,6 +96,8 @@ def test_resume_takes_no_half_written_checkpoint(undisturbed: Path, tmp_path: Pa
         assert damage(name, None) == f"no {name}"
         assert damage(name, 0.9) == f"{name} is cut off"
         assert damage(name, 0.0) == f"{name} is cut off"
+    for name in ("scheduler.pt", "rng_state.pth"):
+        assert damage(name, 1.0, inside=b"?" * 64) == f"{name} is damaged"
     assert damage("model.safetensors", None) == "no *.safetensors"
     assert damage("model.safetensors", 0.9) == "model.safetensors is cut off"
     assert damage("trainer_state.json", None) == "no readable trainer_state.json"
@@ -157,13 +164,13 @@ def test_a_finished_run_is_moved_aside(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--model", "./no-such-model"], "no-such-model"),
-        (["--tokenizer", "./no-such-tokenizer"], "no-such-tokenizer"),
+        (["--model", "./no-such-model"], "model: no folder './no-such-model'"),
+        (["--tokenizer", "./no-such-tokenizer"], "tokenizer: no folder './no-such-tokenizer'"),
         (["--data", "short.txt"], "the held-out part of .* is shorter than one block"),
         (["--dataloader_drop_last", "--per_device_train_batch_size", "5000"], "expected at most"),
         (["--report_to", "nothing-known"], "nothing-known"),
         # Found when Trainer has begun to set up.
-        (["--learning_rate", "-1"], "Invalid learning rate: -1.0"),
+        (["--adam_beta1", "2"], "Invalid beta parameter at index 0: 2.0"),
         (["--resume", "elsewhere/checkpoint-16", "--max_steps", "8"], "this job ends at step 8"),
     ],
 )
@@ -344,7 +351,7 @@ def test_a_job_refused_under_max_restarts_is_refused_again(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     for restart in range(3):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        assert "Invalid learning rate" in refused(capsys, str(job), "--learning_rate", "-1")
+        assert "Invalid beta parameter" in refused(capsys, str(job), "--adam_beta1", "2")
         assert (output / ".prepared").exists() == (restart < 2)
     assert contents(output) == before
     # Killed before its first step, it starts when it is started again; killed behind it, it goes on.
@@ -399,14 +406,15 @@ def test_resume_with_nothing_to_resume_starts_afresh(
 ) -> None:
     job = write_job(tmp_path, max_steps=1)
     assert finetune.main([str(job), "--resume"]) == 0
-    assert "no complete checkpoint in" in capsys.readouterr().out
+    note = f"nothing to resume: no complete checkpoint in {tmp_path / 'out'}, starting from the beginning\n"
+    assert capsys.readouterr().out.startswith(note)
     # torchrun --max-restarts runs the same command line again: that resumes too.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert finetune.main([str(job)]) == 0
     assert f"the run in {tmp_path / 'out'} is finished at step 1 of 1" in capsys.readouterr().out
     assert finetune.main([str(job), "--max_steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "no complete checkpoint in" in out
+    assert out.startswith(note)
     assert "moved the finished run" in out
 
 
@@ -434,6 +442,93 @@ def test_a_resumed_job_must_be_the_same(
     other += ["--output_dir", str(tmp_path / "elsewhere")]
     line = refused(capsys, str(job), "--resume", checkpoint, *other)
     assert f"tokenizer: not the vocabulary of {checkpoint}" in line
+
+
+def test_another_number_of_processes_is_said(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, max_steps=24, data=str(undisturbed / "corpus"))
+    checkpoint = tmp_path / "out" / "checkpoint-16"
+    shutil.copytree(
+        undisturbed / "out", tmp_path / "out", ignore=shutil.ignore_patterns("*-24", "trainer_s*")
+    )
+    shutil.copy(undisturbed / "out" / "checkpoint-16" / "trainer_state.json", checkpoint)
+    state = checkpoint / "trainer_state.json"
+    state.write_text(state.read_text().replace('"world_size": 1', '"world_size": 2'), encoding="utf-8")
+    for rank in range(2):
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    assert finetune.main([str(job), "--resume"]) == 0
+    assert f"resuming from {checkpoint} of 2 process(es) with 1: batches and" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_job_killed_while_it_writes_a_checkpoint_goes_on_with_the_same_losses(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    """Its second, with half of the file on the disk."""
+    job = write_job(tmp_path, max_steps=24, save_strategy="steps", save_steps=8)
+    whole = (undisturbed / "out" / "checkpoint-16" / file).read_bytes()
+    half = tmp_path / "half"
+    half.write_bytes(whole[: len(whole) // 2])
+    writes = {
+        "model.safetensors": "transformers.modeling_utils.safe_save_file",
+        "optimizer.pt": "transformers.trainer.Trainer._save_optimizer_and_scheduler",
+    }[file]
+    code = f"""if True:
+        import os, shutil, signal, sys
+        from unittest import mock
+        from pkgutil import resolve_name
+        from streamattn import finetune
+        target = "{tmp_path / "out" / "checkpoint-16"}"
+        owner, _, name = "{writes}".rpartition(".")
+        original = getattr(resolve_name(owner), name)
+        def killed(*words, **options):
+            if os.path.isdir(target):
+                shutil.copy("{half}", target + "/{file}")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*words, **options)
+        with mock.patch("{writes}", killed):
+            finetune.main(["{job}"])
+    """
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as here: two add up in another order
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=one_thread, timeout=150)
+    assert done.returncode == -signal.SIGKILL
+    cut = tmp_path / "out" / "checkpoint-16"
+    assert (cut / file).stat().st_size == len(whole) // 2
+    capsys.readouterr()
+    assert finetune.main([str(job), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert f"skipping {cut}: no readable trainer_state.json" in out
+    assert f"resuming from {tmp_path / 'out' / 'checkpoint-8'}" in out
+    assert losses(tmp_path / "out") == losses(undisturbed / "out")
+    ends = [path / "out" / "model.safetensors" for path in (undisturbed, tmp_path)]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"),
+    [
+        # The tokenizer, the blocks of text, model.safetensors, optimizer.pt.
+        (10_000, "File too large .*; make room there, or pass another --output_dir$"),
+        (50_000, r"\d+ requested and \d+ written\); make room there, or pass another --output_dir$"),
+        (110_000, r".*os error 27\)\); .*; there is no checkpoint yet, so start again$"),
+        (200_000, r"a file was cut short\); .*; there is no checkpoint yet, so start again$"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], longest: int, expected: str
+) -> None:
+    """As on a full disk: the system refuses files beyond a length."""
+    job = write_job(tmp_path, save_strategy="steps", save_steps=4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (longest, hard))
+    try:
+        line = refused(capsys, str(job))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.search(
+        rf"output_dir: can't write to {tmp_path / 'out'}, where \S+ MiB are free .{expected}", line
+    )
 
 
 def test_a_named_checkpoint_brings_its_tokenizer(undisturbed: Path, tmp_path: Path) -> None:

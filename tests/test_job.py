@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForCausalLM, BertConfig, GPT2Config, LlamaConfig, RobertaConfig
+from huggingface_hub import constants
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+)
 
 from streamattn.job import (
     Job,
     check_causal,
     check_launch,
+    load_pretrained,
     load_shape,
     read_job,
 )
@@ -144,7 +155,15 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("shape: gpt2-nano\nmax_steps: -5", [], "max_steps: expected at least 1, or -1 .*, got -5"),
         ("shape: gpt2-nano\nnum_train_epochs: 0", [], "num_train_epochs: expected more than 0, got 0"),
         ("shape: gpt2-nano\nnum_train_epochs: -1", [], "num_train_epochs: expected more than 0, got -1"),
-        ("shape: gpt2-nano\nnum_train_epochs: .nan", [], "num_train_epochs: expected more than 0, got nan"),
+        ("shape: gpt2-nano\nnum_train_epochs: .nan", [], "num_train_epochs: expected a number, got nan"),
+        ("shape: gpt2-nano\nlearning_rate: .nan", [], "learning_rate: expected a number, got nan"),
+        (
+            "shape: gpt2-nano\nlearning_rate: .inf",
+            [],
+            "learning_rate: expected a finite number from 0 on, got inf",
+        ),
+        ("shape: gpt2-nano\nlearning_rate: -1", [], "learning_rate: expected a finite number .*, got -1.0"),
+        ("shape: gpt2-nano\nseed: -1", [], r"seed: expected a whole number from 0 to 2\^32 - 1, got -1"),
         ("shape: gpt2-nano\ndo_train: false", [], "do_train: expected true, got false"),
         ("shape: gpt2-nano\nlabel_names: [foo]", [], r"label_names: expected \['labels'\].*, got \['foo'\]"),
         ("shape: gpt2-nano\ndata: ''", [], "data: expected a path or a name, got an empty string"),
@@ -184,7 +203,7 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("data: !!map x", [], "job.yaml, line 1: expected a mapping node, but found scalar"),
         ("data: !!python/object:os.system {}", [], "job.yaml, line 1: could not determine a constructor"),
         ("lr_scheduler_kwargs:\n\tpower: 2", [], r"job.yaml, line 2: .*found character '\\t'"),
-        ("seed: 1\nshape: gpt2-nano\nseed: 2", [], "job.yaml, line 3: the key 'seed' comes twice"),
+        ("seed: 1\nshape: gpt2-nano\nseed: 2", [], "job.yaml, line 3: the key 'seed' comes twice; keep one"),
         ("lr_scheduler_kwargs: {a: 1, a: 2}", [], "job.yaml, line 1: the key 'a' comes twice"),
         ("? [a, b]\n: 1", [], "job.yaml, line 1: .*found unhashable key"),
         ("shape: &a {b: *a}", [], "shape: expected none or str"),
@@ -206,8 +225,10 @@ def test_a_missing_file_names_near_ones(tmp_path: Path) -> None:
         read_job([str(tmp_path / "tinymodel.yaml")])
     with pytest.raises(ValueError, match=r"gpt2-nano_stdlib_cpu.yaml"):
         read_job(["gpt2-nano_stdlib.yaml"])
-    with pytest.raises(ValueError, match=r"can't read .*: Is a directory"):
+    with pytest.raises(ValueError, match=r"can't read .*: Is a directory; pass the path of a YAML"):
         read_job([str(tmp_path)])
+    with pytest.raises(ValueError, match=r"no file .*qqqq.yaml'; pass the path of a YAML that is there"):
+        read_job([str(tmp_path / "qqqq.yaml")])
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\r\n")
     with pytest.raises(ValueError, match=r"picture.yaml: .* not UTF-8 text \(invalid start byte at byte 0"):
         read_job([str(tmp_path / "picture.yaml")])
@@ -244,6 +265,37 @@ def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:
 def test_a_missing_shape_names_near_ones() -> None:
     with pytest.raises(ValueError, match=r"near it: .*gpt2-nano.yaml"):
         load_shape("gpt2-nan")
+    with pytest.raises(ValueError, match=r"shape: no file 'mine/of/gpt2-nan'"):
+        load_shape("mine/of/gpt2-nan")
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer"])
+@pytest.mark.parametrize("path", ["./nothere", "/nowhere/nothere", "../a/b", "a b", "a\\b"])
+def test_a_path_that_is_not_there_is_named(key: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client would speak of the spelling of its names."""
+    cls = {"model": AutoConfig, "tokenizer": AutoTokenizer}[key]
+    monkeypatch.setattr(cls, "from_pretrained", lambda name: pytest.fail(f"the hub was asked for {name}"))
+    with pytest.raises(ValueError, match=rf"{key}: no folder .* \(seen from .*\); pass one that") as error:
+        load_pretrained(cls, key, path)
+    assert repr(path) in str(error.value)
+
+
+def test_what_is_no_saved_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls, needed in (
+        (AutoConfig, "model, .* holds no config.json"),
+        (AutoTokenizer, r"tokenizer, .* \*.json"),
+    ):
+        with pytest.raises(ValueError, match=f"key: expected the folder of a saved {needed}.*; pass another"):
+            load_pretrained(cls, "key", str(tmp_path))
+    file = write(tmp_path, "shape: gpt2-nano\n")
+    with pytest.raises(ValueError, match=r"key: expected the folder .* got the file .*; pass its folder"):
+        load_pretrained(AutoConfig, "key", file)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"key: can't load 'no/such': there is no such folder.*; pass"
+    ) as error:
+        load_pretrained(AutoConfig, "key", "no/such")
+    assert "http" not in str(error.value)
 
 
 def test_encoders_are_told_from_decoders() -> None:
@@ -283,6 +335,8 @@ def test_half_a_launch_prints_the_right_line(environment: dict[str, str], missin
     ("changed", "expected"),
     [
         ({"RANK": "one"}, "RANK: expected a whole number, got 'one'"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: expected a whole number, got 'two'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected 1 to 65535, got 70000"),
         ({"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamattn import finetune
-from tests.finetune_jobs import losses, own_lines, run, write_job
+from tests.finetune_jobs import losses, own_lines, run, start, write_job
 
 pytestmark = pytest.mark.distributed
 
@@ -63,7 +63,7 @@ def test_two_processes_train_as_one(
     ("words", "expected"),
     [
         (["--data", "short.txt"], "shorter than one block of 32 tokens"),  # the main process, then the other
-        (["--learning_rate", "-1"], "transformers.Trainer: Invalid learning rate: -1.0"),  # both at once
+        (["--adam_beta1", "2"], "transformers.Trainer: Invalid beta parameter at index 0"),  # both at once
     ],
 )
 def test_one_process_says_why_the_job_is_refused(tmp_path: Path, words: list[str], expected: str) -> None:
@@ -81,11 +81,35 @@ def test_one_process_says_why_the_job_is_refused(tmp_path: Path, words: list[str
     assert not (tmp_path / "out.1").exists()
 
 
+def test_processes_without_a_launcher_say_it_once_too(tmp_path: Path) -> None:
+    """None of them is ended by the other's end."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "a.png").write_bytes(b"\x89PNG\xff")
+    words = [str(write_job(tmp_path)), "--data", str(tmp_path / "bin")]
+    processes = [
+        start(*words, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in ("0", "1")
+    ]
+    try:
+        first, second = (process.communicate(timeout=150)[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2]
+    (line,) = own_lines(first)
+    assert "data: expected at least 2 files of UTF-8 text" in line
+    assert "found 0 among 1 files; add some, or pass one file" in line
+    assert own_lines(second) == []
+
+
 def test_a_worker_without_its_master_ends_in_time_with_one_line(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    start = time.monotonic()
+    began = time.monotonic()
     status, _, err = run(
         str(write_job(tmp_path, ddp_timeout=2)),
         RANK="1",
@@ -95,7 +119,7 @@ def test_a_worker_without_its_master_ends_in_time_with_one_line(tmp_path: Path) 
         MASTER_PORT=str(port),
     )
     assert status == 2
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - began < 60
     (line,) = own_lines(err)
     assert line.startswith(f"streamattn finetune: no master at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
 
