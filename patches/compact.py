@@ -13,11 +13,16 @@ It has four dimensions because HuggingFace's models hand such masks on to their 
 be taken for a user's mask, which is bool or floating: an integer one is an error. A layer that doesn't know
 what it was given, and would add it to its scores, raises unless it has just R heads: hence the odd numbers.
 
+A model that works on what it takes for a dense mask gets an error from its layers: a mask remembers how often
+it has been written to, and row 2 is `MARK` less row 0, which no change of all rows alike leaves so. That is
+looked at where the mask isn't the very tensor that was made, and in graphs, where the error is the device's.
+
 Left out on purpose: the width of a window, which the layer or its configuration knows.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +35,21 @@ WINDOWED, BIDIRECTIONAL, LENGTHS = 1, 2, 4
 
 ROWS = (7, 11, 13, 17, 19, 23, 29, 31)
 """Numbers of rows: more than are written, and no model's number of heads."""
+
+MARK = 2 * 0x0A4E1F3A
+"""Sum of rows 0 and 2: half of it is no number that a model would write into a mask."""
+
+_WRITTEN = "_streamattn_version"
+"""Attribute of a mask that was made: the version that torch counts writes by."""
+
+CHANGED = (
+    "a patched model makes compact masks, which can't be worked on, and something changed this one before it "
+    "reached the layer; call model.set_attn_implementation('sdpa') after patch_model: the model then makes "
+    "dense masks, and patched layers take them"
+)
+"""What is wrong with a mask that isn't what was made."""
+
+_PLAIN = (1, ROWS[0], 1, 1)
 
 
 @dataclass(frozen=True)
@@ -63,15 +83,28 @@ def write(
         device: of the mask, if there are no segments.
     """
     count = ROWS[WINDOWED * windowed + BIDIRECTIONAL * (not causal) + LENGTHS * (lengths is not None)]
+    if torch.compiler.is_compiling():
+        return _rows(segment_ids, lengths, count, device)
+    # Tensors of inference mode don't count writes.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        mask = _rows(segment_ids, lengths, count, device)
+    setattr(mask, _WRITTEN, mask._version)
+    return mask
+
+
+def _rows(
+    segment_ids: Tensor | None, lengths: int | Tensor | None, count: int, device: torch.device | str | None
+) -> Tensor:
+    """The `count` rows of a compact mask; see `write`."""
     if segment_ids is None:
-        rows = torch.zeros((1, count, 1, 1), dtype=torch.int32, device=device)
+        rows = torch.full((1, count, 1, 1), MARK // 2, dtype=torch.int32, device=device)
         if lengths is not None:
             rows[:, -1] = lengths
         return rows
     keys = segment_ids[:, None, None]
     last = [] if lengths is None else [torch.as_tensor(lengths, dtype=torch.int32, device=keys.device)]
-    queries = torch.maximum(keys, ~keys).expand(-1, count - 1 - len(last), -1, -1)
-    return torch.cat([keys, queries, *(x.expand_as(keys) for x in last)], dim=1)
+    queries, marks = torch.maximum(keys, ~keys), (MARK - keys).expand(-1, count - 2 - len(last), -1, -1)
+    return torch.cat([keys, queries, marks, *(x.expand_as(keys) for x in last)], dim=1)
 
 
 def is_compact(mask: Any) -> bool:
@@ -79,6 +112,35 @@ def is_compact(mask: Any) -> bool:
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 4:
         return False
     return mask.shape[2] == 1 and mask.shape[1] in ROWS
+
+
+def is_plain(mask: Any, kv_len: int) -> bool:
+    """Whether a mask is a compact one that hides nothing but later keys: most are, when one token is decoded.
+
+    Args:
+        mask: as `is_compact` takes it.
+        kv_len: Tk.
+
+    Raises:
+        ValueError: it isn't what `write` made.
+    """
+    # a single key may be hidden in the place of all
+    if not (isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.shape == _PLAIN and kv_len > 1):
+        return False
+    _check_unchanged(mask)
+    return True
+
+
+def may_come_of_one(mask: Any, heads: int) -> bool:
+    """Whether a mask that isn't compact may have been computed from one that was: it has as many rows.
+
+    Args:
+        mask: what a layer was given.
+        heads: the layer's number of heads.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] == heads:
+        return False
+    return mask.shape[1] in ROWS
 
 
 def is_causal(mask: Tensor) -> bool:
@@ -101,8 +163,9 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
         kv_len: Tk.
 
     Raises:
-        ValueError: the mask is of another size.
+        ValueError: the mask is of another size, or isn't what `write` made.
     """
+    _check_unchanged(mask)
     rows, count, _, width = mask.shape
     if rows not in (1, batch):
         raise ValueError(f"the layer holds {batch} sequences, its model made the mask for {rows}")
@@ -119,6 +182,21 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
         queries = _segments_of_queries(mask[:, 1, 0, :kv_len], q_len, lengths, is_causal(mask))
         segment_ids = (queries, keys)
     return Seen(segment_ids, lengths)
+
+
+def _check_unchanged(mask: Tensor) -> None:
+    """Raise if a mask has been worked on since `write` made it."""
+    if not torch.compiler.is_compiling():
+        written = getattr(mask, _WRITTEN, None)
+        if written is not None:
+            if written != mask._version:
+                raise ValueError(CHANGED)
+            return
+    unchanged = (mask[:, 0] + mask[:, 2] == MARK).all()
+    if not readable(mask):
+        torch.ops.aten._assert_async.msg(unchanged, CHANGED)
+    elif not unchanged:
+        raise ValueError(CHANGED)
 
 
 def _segments_of_queries(segments: Tensor, q_len: int, lengths: Tensor | None, causal: bool) -> Tensor:

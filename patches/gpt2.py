@@ -21,27 +21,31 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 
-from patches import hf, interface
+from patches import code, compact, hf, hosts, interface
 from patches.views import plain
 
 _ARGUMENTS = hf.argument_names(GPT2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
 # The oldest releases hand a layer its own (k, v) and expect the grown pair back.
 _TUPLE_CACHE = "layer_past" in _ARGUMENTS
+_MASKS_ARE_MADE = interface.makes_masks(GPT2Model)  # by functions of transformers
+_BODY = code.code_of(GPT2Model)
+# The function for masks is told positions, too.
+_TELLS_POSITIONS = _BODY is not None and code.calls_with(_BODY, "position_ids") > 1
 
 
 def prepare_mask(model: GPT2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a model with patched layers, in releases whose GPT-2 makes its masks itself."""
-    if hf.MASKS_PASS_UNCHANGED:
-        return interface.make_mask(_MODEL_ARGUMENTS, model, args, kwargs)
-    return hf.refuse_documents(_MODEL_ARGUMENTS, model, args, kwargs)
+    """Forward pre-hook of a model with patched layers that makes its masks itself, or tells no positions."""
+    if not hf.MASKS_PASS_UNCHANGED or hosts.leaves_documents_to_layers(model.config):
+        return hf.refuse_documents(_MODEL_ARGUMENTS, model, args, kwargs)
+    return None if _MASKS_ARE_MADE else interface.make_mask(_MODEL_ARGUMENTS, model, args, kwargs)
 
 
 class StreamGPT2Attention(GPT2Attention):
     """`GPT2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
 
     decoder = GPT2Model
-    decoder_hook = None if interface.makes_masks(GPT2Model) else staticmethod(prepare_mask)
+    decoder_hook = None if _MASKS_ARE_MADE and _TELLS_POSITIONS else staticmethod(prepare_mask)
     layer_idx: Any  # an int wherever there is a cache or a scale by layer
 
     @staticmethod
@@ -86,6 +90,10 @@ class StreamGPT2Attention(GPT2Attention):
                     cache = cache.self_attention_cache
                 k, v, filled = hf.update_cache(cache, k, v, self.layer_idx, kwargs.get("cache_position"))
             present = (k, v) if kwargs.get("use_cache") else None
+            if compact.is_plain(mask, k.shape[2]):
+                mask = None
+            elif q.shape[2] > 1 and not hf.is_complete(mask):
+                mask = hosts.documents_by_positions(self, mask, kwargs, q.shape[2], k.shape[2])
 
         out, weights = hf.attend(
             q,
@@ -110,7 +118,8 @@ class StreamGPT2Attention(GPT2Attention):
 
     def _heads(self, states: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, H, T, D], a view; H is read off the width, which shrinks with pruned heads."""
-        return states.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        batch, length, _ = states.shape
+        return states.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
     def _scale(self) -> float:
         if hasattr(self, "scaling"):

@@ -9,6 +9,10 @@ differs between releases is told from signatures, never from a version number.
 
 Layout. q, k, v are [B, H, T, D] views of the projections' outputs.
 
+Attention weights are computed beside the output, and only when they are asked for. Where they have a
+gradient, the output is made of them, as eager layers make it, so that ``attentions[i].retain_grad()`` has
+something to keep; the kernel's output is not made of them.
+
 Left out on purpose: paged caches of continuous batching and flex attention's block masks, both with an error
 that says so.
 """
@@ -246,7 +250,8 @@ def has_static_layer(cache: Any, layer_idx: int | None = None) -> bool:
         return True
     layers = getattr(cache, "layers", ())
     if layer_idx is not None:
-        layers = layers[layer_idx : layer_idx + 1]  # a dynamic one may still be to come
+        # a dynamic one may still be to come
+        return layer_idx < len(layers) and isinstance(layers[layer_idx], StaticLayer)
     return any(isinstance(layer, StaticLayer) for layer in layers)
 
 
@@ -265,6 +270,7 @@ def attend(
     window_size: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sinks_scale_output: bool = False,
     position_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`streamattn.attention` on what a HuggingFace layer holds.
@@ -282,10 +288,12 @@ def attend(
         filled: Number of keys that hold tokens, this call's included; None = all.
         cu_seqlens: int [N + 1], bounds of the documents of a packed row, as `DataCollatorWithFlattening`
             gives them.
-        need_weights: Whether to compute the attention weights.
+        need_weights: Whether to compute the attention weights; where they have a gradient, the output is made
+            of them.
         window_size: As `attention` takes it.
         softcap: As `attention` takes it.
         sinks: [Hq], as `attention` takes them.
+        sinks_scale_output: Whether the layer's weights are those without sinks, which scale the output then.
         position_bias: Floating, broadcasts to [B, Hq, Tq, Tk], added to the scores; differentiable.
 
     Returns:
@@ -310,6 +318,8 @@ def attend(
         causal, segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
         if seen.kv_lengths is not None and not isinstance(filled, int):  # which cut the keys already
             kv_lengths = seen.kv_lengths
+    elif compact.may_come_of_one(mask, q.shape[1]):
+        raise ValueError(compact.CHANGED)
     attn_mask = _as_attn_mask(mask, k.shape[2])
     if position_bias is not None:
         attn_mask = combine_masks(attn_mask, position_bias[..., : k.shape[2]])
@@ -330,6 +340,14 @@ def attend(
     }
     if not need_weights:
         return attention(q, k, v, **options), None
+    apart = sinks if sinks_scale_output else None
+    if apart is not None:
+        options["sinks"] = None
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, attn_mask, sinks)
+    )
+    if differentiable:
+        options["dropout_p"] = 0.0  # of an output that isn't used
     out, lse = attention(q, k, v, **options, return_lse=True)
     if segment_ids is not None:
         own, theirs = segment_ids[0][:, None, :, None], segment_ids[1][:, None, None, :]
@@ -343,8 +361,30 @@ def attend(
         attn_mask=attn_mask,
         kv_lengths=kv_lengths,
         softcap=softcap,
-    )
-    return out, weights.to(q.dtype)
+    ).to(q.dtype)
+    if differentiable:
+        out = _weighted(weights, v, dropout_p)
+    if apart is not None:
+        out = (out * torch.sigmoid(lse - apart[:, None]).unsqueeze(-1)).to(q.dtype)
+    return out, weights
+
+
+def _weighted(weights: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """The values' sums as eager layers make them, so that the weights have a gradient of their own.
+
+    Args:
+        weights: [B, Hq, Tq, Tk].
+        v: [B, Hkv, Tk, Dv].
+        dropout_p: Probability of dropping a weight.
+
+    Returns:
+        [B, Hq, Tq, Dv], stored as `attention` stores it.
+    """
+    v = v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+    # a NaN in a value that no query sees must enter no product
+    v = torch.where((weights.detach() != 0).any(dim=2).unsqueeze(-1), v, 0.0)
+    out = F.dropout(weights, dropout_p) @ v
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _as_attn_mask(mask: Any, kv_len: int) -> Tensor | None:

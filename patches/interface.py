@@ -20,19 +20,18 @@ error that says so.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from types import CodeType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, modeling_utils
 
-from patches import compact, hf
+from patches import code, compact, hf
+from patches.hosts import DENSE, KNOWN, documents_by_positions, mask_maker, refuse_window_of_masks
 from patches.registry import NAME, is_patched, replacement_of, uses_interface
 from patches.views import LayerConfig, ModelConfig, plain, view
 
@@ -42,9 +41,6 @@ try:
     from patches.masks import compact_mask
 except ImportError:  # older releases make masks in each model, and none for a name that they don't know
     masking_utils = compact_mask = None
-
-_DENSE = ("eager", "sdpa")
-"""Implementations whose masks are complete, and left out only where causality says it all."""
 
 _SPARSE = ("indices", "block_indices")
 """Keywords of layers that attend to keys chosen by another network."""
@@ -57,12 +53,7 @@ _NOT_SERVED = {
 }
 """Arguments that change what is computed -> why they can't be served."""
 
-_MASK_NAMES = ("attention_mask", "mask")
-"""What layers call the mask that they are given."""
-
-_MASK_MAKERS = frozenset(
-    {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
-)
+_REFUSED = frozenset(_NOT_SERVED)  # what torch.compile can compare with a layer's arguments
 
 _TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers whose masks of packed documents are known."""
@@ -77,8 +68,6 @@ that transformers' reading of gaps stays; None: it may make masks of another kin
 # Of the names of modules: up to a place inside the innermost numbered block, and the numbers.
 _SLOT = re.compile(r"(?:.*\.)?\d+\.[^.]+")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-_NAMED, _SHARED = ModelConfig.__dict__["named"].__get__, LayerConfig.__dict__["shared"].__get__
 
 
 def attention_function(
@@ -121,9 +110,10 @@ def attention_function(
     Raises:
         ValueError: an argument or mask that asks for what can't be computed.
     """
-    for name, reason in _NOT_SERVED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} passed {name}: {reason}")
+    if not _REFUSED.isdisjoint(kwargs):
+        for name, reason in _NOT_SERVED.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{type(module).__name__} passed {name}: {reason}")
     queries, _, q_len, _ = query.shape
     batch, _, kv_len, _ = key.shape
     if queries != batch:
@@ -131,16 +121,27 @@ def attention_function(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     complete, windowed, filled = False, False, None
-    if compact.is_compact(attention_mask):
+    if compact.is_plain(attention_mask, kv_len):
+        causal, attention_mask = True, None
+    elif compact.is_compact(attention_mask):
         causal, windowed = compact.is_causal(attention_mask), compact.is_windowed(attention_mask)
-    elif isinstance(attention_mask, Tensor):
-        complete = attention_mask.dim() == 4
-        if attention_mask.dim() == 2 and attention_mask.shape[1] < kv_len:
+    elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        complete = True
+    else:
+        if (
+            isinstance(attention_mask, Tensor)
+            and attention_mask.dim() == 2
+            and attention_mask.shape[1] < kv_len
+        ):
             filled = attention_mask.shape[1]
-    elif causal and 1 < q_len < kv_len and _mask_maker(module.config) in (*_DENSE, NAME):
-        # Dense implementations make no mask for a static cache that was empty. This one always makes one:
-        # without it the layer is in another model than its configuration says.
-        filled = q_len
+        elif attention_mask is None and causal and 1 < q_len < kv_len and mask_maker(module.config) in KNOWN:
+            # Dense implementations make no mask for a static cache that was empty. This one always makes one:
+            # without it the layer is in another model than its configuration says.
+            filled = q_len
+        if causal and cu_seqlens is None and q_len > 1:
+            attention_mask = documents_by_positions(module, attention_mask, kwargs, q_len, kv_len)
+        if sliding_window is None:
+            refuse_window_of_masks(module, kv_len)
     if complete:
         causal, sliding_window, cu_seqlens = False, None, None
     else:
@@ -153,21 +154,25 @@ def attention_function(
     window = None
     if sliding_window is not None:
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "mask": attention_mask,
-        "scale": scaling,
-        "filled": filled,
-        "cu_seqlens": cu_seqlens,
-        "need_weights": hf.weights_wanted(module, kwargs, key=None),
-        "window_size": window,
-        "softcap": softcap,
-        "position_bias": position_bias,
-    }
     sinks = s_aux if s_aux is not None else kwargs.get("sinks")
-    out, weights = hf.attend(query, key, value, **options, dropout_p=dropout, sinks=sinks)
-    if weights is not None and sinks is not None and _sinks_scale_the_output(module):
-        _, weights = hf.attend(query, key, value, **options)
+    need_weights = hf.weights_wanted(module, kwargs, key=None)
+    out, weights = hf.attend(
+        query,
+        key,
+        value,
+        causal=causal,
+        mask=attention_mask,
+        scale=scaling,
+        dropout_p=dropout,
+        filled=filled,
+        cu_seqlens=cu_seqlens,
+        need_weights=need_weights,
+        window_size=window,
+        softcap=softcap,
+        sinks=sinks,
+        sinks_scale_output=sinks is not None and need_weights and _sinks_scale_the_output(module),
+        position_bias=position_bias,
+    )
     return out.transpose(1, 2), weights
 
 
@@ -187,15 +192,6 @@ def reported(layer: nn.Module) -> str:
     return f"{type(layer).__name__} ({shown()})"
 
 
-def _mask_maker(config: Any) -> str | None:
-    """The implementation whose masks a layer gets, by its configuration: its model's."""
-    while isinstance(config, LayerConfig):  # asked past `PretrainedConfig`, see `hf.setting`
-        if isinstance(config, ModelConfig) and _NAMED(config):
-            return NAME
-        config = _SHARED(config)
-    return config._attn_implementation
-
-
 def _window(module: nn.Module, given: int | None, windowed: bool, causal: bool) -> int | None:
     """The keys that a layer's query sees to its left, its own included; None = all."""
     if windowed and (width := hf.setting(module.config, "sliding_window")) is not None:
@@ -203,7 +199,7 @@ def _window(module: nn.Module, given: int | None, windowed: bool, causal: bool) 
         return width if causal else width + 1
     if given is not None:
         return given
-    if windowed or (_is_sliding(module) and _mask_maker(module.config) not in _DENSE):
+    if windowed or (_is_sliding(module) and mask_maker(module.config) not in DENSE):
         raise ValueError(
             f"{type(module).__name__} is a sliding layer by its configuration, but neither it nor its mask "
             "gave the window; unpatch_model(model), and load it with attn_implementation='sdpa'"
@@ -228,7 +224,7 @@ def unsupported(layer: nn.Module) -> str | None:
         return "this release of transformers has no mask interface, which came with 4.53"
     if not isinstance(layer.__dict__.get("config"), PretrainedConfig):
         return "it has no configuration of its own to name an implementation in"
-    words = set(_words(inspect.unwrap(type(layer).forward).__code__))
+    words = set(code.words(inspect.unwrap(type(layer).forward).__code__))
     if "sinks" in words and not isinstance(layer._parameters.get("sinks"), Tensor):
         return "its sinks depend on the tokens, and the kernels take one for each head"
     return next((f"it passes {name}: {_NOT_SERVED[name]}" for name in _SPARSE if name in words), None)
@@ -308,18 +304,11 @@ def _held(model: nn.Module, attention_layers: set[nn.Module]) -> list[tuple[Any,
         inner = {layer for holder in holders for layer in holder.modules() if layer in layers}
         if inner:
             known = not any(
-                _makes_masks_for_torch(each) or _has_unknown_attention(each, inner) for each in holders
+                code.makes_masks_for_torch(type(each)) or _has_unknown_attention(each, inner)
+                for each in holders
             )
             held.append((config, known and all(map(_takes_compact_masks, inner))))
     return held
-
-
-def _makes_masks_for_torch(module: nn.Module) -> bool:
-    """Whether a module makes a mask and works on it, for torch's own attention layers can't read it."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or not any(isinstance(child, nn.MultiheadAttention) for child in module.children()):
-        return False
-    return any(name.startswith("create_") and name.endswith("_mask") for name in _names(code))
 
 
 def _has_unknown_attention(model: nn.Module, layers: set[nn.Module]) -> bool:
@@ -337,19 +326,7 @@ def _takes_compact_masks(layer: nn.Module) -> bool:
     """Whether a layer is patched and hands its mask on without looking at it or making another of it."""
     if replacement_of(layer):
         return True
-    if not _is_adopted(layer):
-        return False
-    code = inspect.unwrap(type(layer).forward).__code__
-    arguments = code.co_argcount + code.co_kwonlyargcount
-    if any("mask" in name for name in code.co_varnames[arguments:]):
-        return False
-    return max(map(_uses(code).count, _MASK_NAMES)) <= 1
-
-
-def _uses(code: CodeType) -> list[str]:
-    """The local variables that a function reads, as often as it does."""
-    loads = [use.argval for use in dis.get_instructions(code) if use.opname.startswith("LOAD_FAST")]
-    return [name for load in loads for name in (load if isinstance(load, tuple) else (load,))]
+    return _is_adopted(layer) and code.hands_mask_on(type(layer))
 
 
 def _hand_out_views(model: nn.Module, attention_layers: set[nn.Module]) -> None:
@@ -494,7 +471,7 @@ def _masks_of_documents(model: Any, starts: Tensor, mask: Tensor | None) -> Tens
     types = set(getattr(config, "layer_types", None) or ())
     if not types:
         # a width alone says nothing: some have one that they never use
-        slides = "create_sliding_window_causal_mask" in _makers(type(model))
+        slides = "create_sliding_window_causal_mask" in code.mask_makers(type(model))
         windowed = slides and getattr(config, "sliding_window", None) is not None
         return compact.of_documents(starts, mask, windowed)
     if not types <= _TYPES or not _takes_masks_by_type(model):
@@ -515,19 +492,13 @@ def _takes_masks_by_type(model: nn.Module) -> bool:
     return "dict" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
-def _makers(cls: type[nn.Module]) -> set[str]:
-    """The functions for causal masks that a module's `forward` calls."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return set() if code is None else {name for name in _names(code) if name in _MASK_MAKERS}
-
-
 def makes_masks(cls: type[nn.Module]) -> bool:
     """Whether modules of a class have transformers' functions make their causal masks.
 
     Args:
         cls: the class.
     """
-    return bool(_makers(cls))
+    return bool(code.mask_makers(cls))
 
 
 def _document_arguments(module: nn.Module) -> tuple[str, ...]:
@@ -543,10 +514,13 @@ def _plain_masks(module: nn.Module) -> PlainMasks:
     decoders = (getattr(replacement_of(layer), "decoder", None) for layer in module.modules())
     if any(decoder is not None and decoder.forward is type(module).forward for decoder in decoders):
         return "any positions"
-    code = inspect.unwrap(type(module).forward).__code__
-    if _makers(type(module)) != {"create_causal_mask"} or _uses(code).count("attention_mask") != 1:
+    body = inspect.unwrap(type(module).forward).__code__
+    if (
+        code.mask_makers(type(module)) != {"create_causal_mask"}
+        or code.uses(body).count("attention_mask") != 1
+    ):
         return None
-    overlays = any(word.endswith("_mask_function") or word.startswith("block_") for word in _words(code))
+    overlays = any(word.endswith("_mask_function") or word.startswith("block_") for word in code.words(body))
     return None if overlays else "no positions"
 
 
@@ -556,24 +530,6 @@ def _document_hooks(module: nn.Module) -> list[int]:
         for key, hook in module._forward_pre_hooks.items()
         if isinstance(hook, partial) and hook.func is keep_documents_apart
     ]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function and in those inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _words(code: CodeType) -> Iterator[str]:
-    """The strings in a function, keywords of calls included."""
-    for constant in code.co_consts:
-        yield from (
-            word
-            for word in (constant if isinstance(constant, tuple) else (constant,))
-            if isinstance(word, str)
-        )
 
 
 if masking_utils is not None and compact_mask is not None:

@@ -4,8 +4,9 @@ Contract. Models whose configuration names "streamattn" get their masks from `co
 
 - a compact mask (`patches.compact`), a few numbers where nothing is hidden but by causality and a window: it
   says whether there are any, for not every layer knows;
-- a dense bool [B, 1, Tq, Tk], made by transformers, where a pattern has no such structure, and where the
-  caller asks for a mask that it will work on.
+- a dense bool [B, 1, Tq, Tk], made by transformers, where a pattern has no such structure, where the caller
+  asks for a mask that it will work on, and where models of a configuration do so by their code, as poolers do
+  that hand a mask to torch's own attention.
 
 Segments are read off the mask function itself: where a key may not see the one before it a document or chunk
 begins. No value is read on the host but whether a padding mask hides anything, and that not while a graph is
@@ -28,6 +29,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from patches import compact
+from patches.code import works_on_masks
+from patches.views import LayerConfig
 
 # Names of transformers' mask functions; those in <locals> are made by the function before.
 _CAUSAL = "causal_mask_function"
@@ -105,7 +108,9 @@ def compact_mask(
     # Without a right to leave it out the caller works on the mask, or decodes on a cache that is compiled.
     decodes = q_length == 1 and (filled is not None or local_size is not None)
     may_skip = allow_is_causal_skip or bidirectional or decodes or not _CALLERS_ASK_FOR_MASKS
-    if pattern is None or not (may_skip or pattern.documents):
+    # Of patched models it is known which configuration's modules take compact masks.
+    worked_on = not isinstance(config, LayerConfig) and config is not None and works_on_masks(type(config))
+    if pattern is None or worked_on or not (may_skip or pattern.documents):
         if cache_position is not None:
             kwargs["cache_position"] = cache_position
         else:

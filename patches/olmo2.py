@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Model
 
-from patches import hf, interface
+from patches import hf, hosts, interface
 
 _ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
@@ -69,6 +69,8 @@ class StreamOlmo2Attention(Olmo2Attention):
             position = kwargs.get("cache_position")
             k, v, filled = hf.update_cache(cache, k, v, self.layer_idx, position, sin=sin, cos=cos)
         mask = kwargs.get("attention_mask")
+        if q.shape[2] > 1 and not hf.is_complete(mask):
+            mask = hosts.documents_by_positions(self, mask, kwargs, q.shape[2], k.shape[2])
         out, weights = hf.attend(
             q,
             k,

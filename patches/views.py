@@ -161,7 +161,13 @@ def _class_of_views(kind: type[LayerConfig], cls: Any) -> Any:
     body |= {"ordinary": cls, "__eq__": _equal, "__hash__": None}
     if kind is ModelConfig:
         body |= {name: _part(name) for name in getattr(cls, "sub_configs", ())}
+    else:  # what a layer asks at every call, without the second look-up of the ordinary property
+        body["_attn_implementation"] = property(_name, cls._attn_implementation.fset)
     return _ViewClass(cls.__name__, (kind, cls), body)  # other mappings go by the name
+
+
+def _name(config: Any) -> str:
+    return NAME
 
 
 def _part(name: str) -> property:

@@ -1,13 +1,18 @@
-"""Tiny models of the families that reach `streamattn.attention` through transformers' attention interface.
+"""Tiny models of the families that patches serve, and what tests prove of each: README's table.
 
-A family says what of its model the tests exercise; README's table is checked against that. Windows and chunks
-are smaller than the sequences of the tests, initialisation is wide (see `tests.hf_models`).
+A family says what its model has; a test marked with `proves` runs on each family that has a column of the
+table. GPT-2 and OLMo-2 have patches of their own, the others reach `streamattn.attention` through
+transformers' attention interface. Windows and chunks are smaller than the sequences of the tests,
+initialisation is wide (see `tests.hf_models`).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +89,25 @@ class Family:
 
 
 FAMILIES = {
+    "GPT-2": Family(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        "decoder",
+        {
+            "vocab_size": VOCABULARY,
+            "tie_word_embeddings": False,
+            "n_positions": 160,
+            "n_embd": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "initializer_range": 0.25,
+            **_SPECIAL,
+        },
+        has="fused projection, a patch of its own",
+    ),
+    "OLMo-2": Family(
+        "Olmo2ForCausalLM", "Olmo2Config", "decoder", _DECODER, has="QK-norm, a patch of its own"
+    ),
     "Llama": Family("LlamaForCausalLM", "LlamaConfig", "decoder", _DECODER, has="grouped heads"),
     "Qwen2": Family(
         "Qwen2ForCausalLM",
@@ -234,7 +258,7 @@ def _module(name: str) -> Any:
 
 
 INSTALLED = [name for name in FAMILIES if hasattr(_module(name), "ALL_ATTENTION_FUNCTIONS")]
-"""Families that this release of transformers has on its attention interface."""
+"""Families that this release of transformers has, on its attention interface."""
 
 
 def present(*names: str) -> list[str]:
@@ -248,32 +272,90 @@ def makes_masks(name: str) -> bool:
 
 
 COLUMNS = ("train", "pad", "pack", "window", "cache", "compile")
-"""What the tests exercise of a family, as README's table names it."""
+"""What README's table says of a family."""
+
+PROVERS: dict[str, list[str]] = {column: [] for column in COLUMNS}
+"""The tests behind each column."""
+
+OUTCOMES: dict[tuple[str, str, str], list[bool]] = {}
+"""By column, family and test of this process: whether each of its runs has passed."""
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 def families(column: str) -> list[str]:
-    """The families that the tests of a column exercise, where the release has them."""
+    """The families that have what a column is about, where the release has them."""
     kinds = {"pad": ("decoder", "encoder", "seq2seq"), "pack": ("decoder",), "cache": ("decoder", "seq2seq")}
     if column == "window":
         return [name for name in INSTALLED if FAMILIES[name].mask]
     return [name for name in INSTALLED if FAMILIES[name].kind in kinds.get(column, (FAMILIES[name].kind,))]
 
 
-def table() -> str:
-    """README's table of what is served, in Markdown."""
+def complete() -> bool:
+    """Whether this release has all families: README's table is written for such ones."""
+    return set(INSTALLED) == set(FAMILIES)
+
+
+def proves(column: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a test of the parameter `name`, which it runs on the `families` of a column.
+
+    A test that skips proves nothing, so it fails where README counts on it.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def noted(**arguments: Any) -> None:
+            passed = OUTCOMES.setdefault((column, arguments["name"], test.__name__), [])
+            passed.append(False)
+            try:
+                test(**arguments)
+            except pytest.skip.Exception as skipped:
+                if complete():
+                    pytest.fail(f"README says that this is served, and the test skips: {skipped}")
+                raise
+            passed[-1] = True
+
+        PROVERS[column].append(test.__name__)
+        return pytest.mark.parametrize("name", families(column))(noted)
+
+    return decorate
+
+
+def proved(column: str, name: str) -> bool:
+    """Whether every test behind a column has run on a family in this process, and passed."""
+    outcomes = [OUTCOMES.get((column, name, test), [False]) for test in PROVERS[column]]
+    return bool(outcomes) and all(map(all, outcomes))
+
+
+def exists(column: str, name: str) -> bool:
+    """Whether there is a test behind a column that runs on a family."""
+    return bool(PROVERS[column]) and name in families(column)
+
+
+def table(served: Callable[[str, str], bool]) -> str:
+    """README's table in Markdown; `served` tells of a column and a family."""
     rows = [["family", *COLUMNS, "with"]]
-    rows += [
-        ["GPT-2, OLMo-2", "yes", "yes", "yes", "-", "yes", "yes", "projections and norms of their own patch"]
-    ]
     for name in INSTALLED:
         family = FAMILIES[name]
-        cells = ["yes" if name in families(column) else "-" for column in COLUMNS]
-        cells[COLUMNS.index("window")] = family.mask or "-"
-        rows.append([name, *cells, family.has or "-"])
+        cells = {column: "yes" if served(column, name) else "-" for column in COLUMNS}
+        if cells["window"] == "yes":
+            cells["window"] = family.mask
+        rows.append([name, *cells.values(), family.has or "-"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def split_readme() -> tuple[str, str, str]:
+    """README before its table, the table, and what comes behind it."""
+    text = README.read_text(encoding="utf-8")
+    start = "<!-- families: written by WRITE_FAMILIES=1 pytest tests/test_patches_interface_models.py -->\n"
+    end = "\n<!-- end of families -->"
+    assert text.count(start) == text.count(end) == 1
+    before, rest = text.split(start)
+    written, after = rest.split(end)
+    return before + start, written, end + after
 
 
 def build(name: str, attn: str = "eager", seed: int = 0, **config: Any) -> Any:

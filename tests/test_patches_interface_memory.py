@@ -1,4 +1,7 @@
-"""Patched models, GPT-2 and OLMo-2 among them, make nothing of the size of a sequence's square."""
+"""Patched models, GPT-2 and OLMo-2 among them, make nothing of the size of a sequence's square.
+
+But T5, whose own position bias is [1, H, Tq, Tk]: there nothing is made of it for each row of a batch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,21 @@ from tests.hf_models import cache_argument, left_padding, static_cache, tokens
 pytest.importorskip("transformers.masking_utils", reason="this release makes masks in each model")
 
 LENGTH = 512  # its square is larger than any activation of the tiny models
-INTERFACE = [
-    name
-    for name in present("Llama", "Mistral", "Gemma 2", "gpt-oss", "Llama 4", "BERT", "ModernBERT", "BART")
-    if makes_masks(name)
-]
+_IMAGE = 4 * 23  # pixels to a side: 529 patches
+_LISTED = (
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "Mistral",
+    "Phi-3",
+    "Gemma 2",
+    "Gemma 3",
+    "OLMo-3",
+    "gpt-oss",
+    "Llama 4",
+)
+_OTHERS = ("BERT", "ModernBERT", "ViT", "BART", "Whisper")
+INTERFACE = [name for name in present(*_LISTED, *_OTHERS) if makes_masks(name) or name == "ViT"]
 NAMES = [*INTERFACE, *hf_models.FAMILIES]
 DECODERS = [name for name in NAMES if name not in FAMILIES or FAMILIES[name].kind == "decoder"]
 COMPILED = [name for name in NAMES if name in ("Llama", "BERT") or name in hf_models.FAMILIES]
@@ -61,8 +74,25 @@ def largest(model: Any, *args: Any, **arguments: Any) -> int:
 def long(name: str, attn: str = "eager") -> Any:
     if name == "gpt2":
         return hf_models.build(name, attn, n_positions=2 * LENGTH)
+    if name == "ViT":
+        return build(name, attn, image_size=_IMAGE)
+    if name == "Whisper":
+        return build(name, attn, max_source_positions=LENGTH, max_target_positions=2 * LENGTH)
     make = hf_models.build if name in hf_models.FAMILIES else build
     return make(name, attn, max_position_embeddings=2 * LENGTH)
+
+
+def call(name: str, padded: bool) -> dict[str, Tensor]:
+    """A pass over `LENGTH` tokens, or patches of an image, or frames."""
+    ids, mask = left_padding(tokens(1, LENGTH), 100 if padded else 0)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(1, 3, _IMAGE, _IMAGE)}
+    if name == "Whisper":
+        frames = torch.randn(1, 8, 2 * LENGTH)
+        return {"input_features": frames, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    if name == "BART":
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def makes_static_masks(model: Any) -> bool:
@@ -73,12 +103,23 @@ def makes_static_masks(model: Any) -> bool:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pass(name: str, padded: bool) -> None:
-    ids, mask = left_padding(tokens(1, LENGTH), 100 if padded else 0)
+    arguments = call(name, padded)
     model = patch_model(long(name))
-    assert largest(model, ids, attention_mask=mask) < LENGTH**2
+    assert largest(model, **arguments) < LENGTH**2
     first = next(iter(patch_report(model).patched))
     part = patch_model(long(name), filter_fn=lambda module, path: path == first)
-    assert largest(part, ids, attention_mask=mask) >= LENGTH**2  # as the other layers need it
+    assert largest(part, **arguments) >= LENGTH**2  # as the other layers need it
+
+
+@pytest.mark.skipif(not makes_masks("T5") or not present("T5"), reason="this release's T5 makes masks itself")
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_bias_of_the_model_is_the_largest(padded: bool) -> None:
+    """T5's, [1, H, Tq, Tk]: neither a mask nor a bias is made for each of the batch's rows."""
+    batch, heads, length = 5, 4, LENGTH
+    ids, mask = left_padding(tokens(batch, length), *(7 * padded * row for row in range(batch)))
+    model = patch_model(build("T5"))
+    size = largest(model, input_ids=ids, attention_mask=mask, decoder_input_ids=ids)
+    assert size == heads * length**2 < batch * length**2
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -6,9 +6,9 @@ constructor has ended. The tests of eager against sdpa switch one copy to eager 
 which undoes no patch: here that copy is unpatched, so that eager stands against patched. No other attention
 layer runs unpatched, and each patched one that runs calls the op: every test ends with that count.
 
-Two kinds of tests are narrowed: `WEIGHTS_ON_THE_WAY` looks at hidden states only, and those of `READ_NAME`
-run with the first of two layers patched. Each runs as it was shipped too, under a name
-that ends in ``_as_shipped``, and there it has to fail.
+The tests of `READ_NAME` are narrowed: there a patched model is given the name back that it had, as a user may
+by `set_attn_implementation`. Its layers stay patched. Each runs as it was shipped too, under a name that ends
+in ``_as_shipped``, and there it has to fail.
 
 Left out on purpose: generation and export, whose tests the distribution doesn't ship.
 """
@@ -60,13 +60,11 @@ common = _common_tests()
 AS_SHIPPED = "_as_shipped"
 """End of the name of a test that runs beside its narrowed self."""
 
-WEIGHTS_ON_THE_WAY = "test_retain_grad_hidden_states_attentions"
-"""Asks for a gradient at the weights, which the patch computes beside the output, from lse."""
-
 READ_NAME = ("test_can_set_attention_dynamically", "test_sdpa_can_dispatch_non_composite_models")
 """Compare the name of a model's implementation with the one that they gave it.
 
-A wholly patched model has "streamattn" for a name, a partly patched one keeps its own.
+A wholly patched model has "streamattn" for a name, by which transformers' functions know to make compact
+masks, until the user gives it another.
 """
 
 
@@ -134,7 +132,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         cls.all_model_classes = tuple(getattr(package, name) for name in names if hasattr(package, name))
         cls.base = getattr(package, f"{cls.prefix}PreTrainedModel")
         cls.config_class = getattr(package, f"{cls.prefix}Config")
-        for test in (WEIGHTS_ON_THE_WAY, *READ_NAME):
+        for test in READ_NAME:
             setattr(cls, test + AS_SHIPPED, getattr(common.ModelTesterMixin, test))
 
     @pytest.fixture(autouse=True)
@@ -143,9 +141,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
     ) -> Iterator[None]:
         self.model_tester = Tester(self.config_class, self.overrides)
         test = self._testMethodName
-        against_eager, partly = "eager_matches_sdpa" in test, test in READ_NAME
-        if test == WEIGHTS_ON_THE_WAY:
-            self.has_attentions = False
+        against_eager, reads_name = "eager_matches_sdpa" in test, test in READ_NAME
         post_init, set_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
         forward = functional.attention_forward
         ran: Counter[str] = Counter()
@@ -153,10 +149,10 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         def patch_at_the_end(model: PreTrainedModel) -> None:
             post_init(model)
             if isinstance(model, self.base):
-                patch_model(model, filter_fn=is_first if partly else None)
-
-        def is_first(layer: Any, name: str) -> bool:
-            return layer.layer_idx == 0
+                name: Any = model.config._attn_implementation
+                patch_model(model)
+                if reads_name:
+                    set_implementation(model, name)
 
         def unpatch_for_eager(model: PreTrainedModel, name: Any, *args: Any, **kwargs: Any) -> None:
             set_implementation(model, name, *args, **kwargs)
@@ -172,7 +168,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(PreTrainedModel, "post_init", patch_at_the_end)
-        if against_eager or partly:
+        if against_eager or reads_name:
             # A family that HuggingFace doesn't run on sdpa would not be tested at all.
             monkeypatch.setattr(self.base, "_supports_sdpa", True)
         if against_eager:

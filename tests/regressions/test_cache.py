@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.hf_models import (
     gradients,
     greedy,
     patched_pair,
+    static_cache,
+    takes_cache_objects,
     tokens,
 )
 
@@ -43,6 +46,38 @@ def test_chunks_equal_token_by_token(family, sizes):
                 logits.append(out.logits)
                 past, start = {name: out[name]}, start + size
             found.append(torch.cat(logits, 1))
+    assert error_where(None, *found) < TOLERANCE
+
+
+# huggingface/transformers#30414: a prompt of 7 in a static cache of 64 saw what was not filled
+def test_a_static_cache_equals_a_dynamic_one(family):
+    if not takes_cache_objects(family):
+        pytest.skip("layers of this release take tuples")
+    patched, reference = patched_pair(family)
+    ids, name = tokens(2, 10), cache_argument(patched)
+    cache = static_cache(patched, 2, 64)
+    logits, start = [], 0
+    with torch.no_grad():
+        for stop in (7, 8, 10):
+            positions = {"cache_position": torch.arange(start, stop)} if takes_positions(patched) else {}
+            logits.append(patched(ids[:, start:stop], use_cache=True, **{name: cache}, **positions).logits)
+            start = stop
+    assert error_where(None, torch.cat(logits, 1), reference(ids).logits) < TOLERANCE
+
+
+def takes_positions(model) -> bool:
+    return "cache_position" in inspect.signature(model.forward).parameters
+
+
+# huggingface/transformers#32487: new tokens on a cache were taken for packed documents
+def test_positions_that_start_again_on_a_cache_pack_nothing(family):
+    models, ids, found = patched_pair(family), tokens(2, 8), []
+    for model in models:
+        name = cache_argument(model)
+        first = model(ids[:, :5], use_cache=True)
+        positions = torch.tensor([[5, 0, 1]])
+        second = model(ids[:, 5:], position_ids=positions, use_cache=True, **{name: first[name]})
+        found.append(second.logits)
     assert error_where(None, *found) < TOLERANCE
 
 

@@ -15,14 +15,15 @@ from tests.cases import Case, run
     [{"causal": True}, {"q_heads": 6}, {"mask": "trained_keys"}, {"segments": "ids"}, {"dropout_p": 0.2}],
     ids=str,
 )
-def test_twenty_runs_give_the_same_bits(options, device, backend):
-    inputs = Case(q_len=130, kv_len=130, **options).build(device=device)
+def test_ten_runs_give_the_same_bits(options, device, backend):
+    """Over at least three tiles of keys and of queries on each backend: two are the same sum in any order."""
+    inputs = Case(batch=1, q_len=1100, kv_len=1100, **options).build(device=device)
 
     def once():
         torch.manual_seed(1)
         return run(attention, inputs, return_lse=True, deterministic=True, backend=backend)
 
     first = once()
-    for _ in range(19):
+    for _ in range(9):
         for name, x in once().tensors.items():
             assert torch.equal(x, first[name]), name
