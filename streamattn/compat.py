@@ -17,6 +17,7 @@ functions of flash-attn.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def _readable(x: Tensor) -> bool:
 def _alibi(alibi_slopes: Tensor, q: Tensor, kv_len: int, kv_lengths: Tensor | None) -> Tensor:
     """``-slope * |p - j|`` [1 or B, H, Tq, Tk] for q [B, Tq, H, D]; float64 for float64, else float32."""
     batch, q_len, num_heads, _ = q.shape
+    if not isinstance(alibi_slopes, Tensor):
+        raise TypeError(f"alibi_slopes must be a torch.Tensor, got {type(alibi_slopes).__name__}")
     if list(alibi_slopes.shape) not in ([num_heads], [batch, num_heads]):
         raise ValueError(
             f"alibi_slopes must have shape [{num_heads}] or [{batch}, {num_heads}], "
@@ -427,8 +430,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
     return torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
 
 
+def _check_rotary(cos: Tensor, sin: Tensor, q: Tensor, capacity: int) -> None:
+    """The tables fit q and each other, and have a row for every place of the cache."""
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
+        raise ValueError(
+            "rotary_cos and rotary_sin must both have shape [positions, R / 2] with R of at most q's "
+            f"{q.shape[3]} and positions of at least the cache's {capacity}, got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+
+
+def _check_per_sequence(q: Tensor, **tensors: Any) -> None:
+    """Each is an integer for each sequence, on q's device."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must hold int32 or int64, got {got}; cast it")
+        if list(x.shape) != [q.shape[0]]:
+            raise ValueError(f"{name} must have shape [{q.shape[0]}], got {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, got {x.device}; move it")
+
+
 def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """New keys and values fit the caches in all but their number."""
+    """New keys and values fit the caches in all but their number, and q has their dtype."""
+    if q.dtype != k_cache.dtype:
+        raise TypeError(f"q must have the cache's dtype {k_cache.dtype}, got {q.dtype}; cast it")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = [q.shape[0], k.shape[1], *cache.shape[2:]]
         if list(new.shape) != wanted:
@@ -440,10 +469,6 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
 def _fill_levels(cache_seqlens: int | Tensor, q: Tensor, new: int, capacity: int) -> Tensor:
     """``cache_seqlens`` as a tensor [B] on q's device."""
     if isinstance(cache_seqlens, Tensor):
-        if list(cache_seqlens.shape) != [q.shape[0]]:
-            raise ValueError(
-                f"cache_seqlens must be an int or have shape [{q.shape[0]}], got {list(cache_seqlens.shape)}"
-            )
         levels = cache_seqlens.tolist() if _readable(cache_seqlens) else []
     else:
         levels = [cache_seqlens]
@@ -487,9 +512,9 @@ def flash_attn_with_kvcache(
         v_cache: [Bc, S, Hkv, Dv] likewise.
         k: [B, Tnew, Hkv, D], new keys. Default None: the cache is only read.
         v: [B, Tnew, Hkv, Dv], new values.
-        rotary_cos: [positions, R / 2], R <= D: ``k`` and q are rotated in their first R dimensions, token
-            ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every query at
-            ``cache_seqlens``. Needs ``k``. Default None.
+        rotary_cos: [positions, R / 2], R <= D, positions >= S: ``k`` and q are rotated in their first R
+            dimensions, token ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every
+            query at ``cache_seqlens``. Needs ``k``. Default None.
         rotary_sin: [positions, R / 2] likewise.
         cache_seqlens: how many tokens each sequence has in the cache, before new ones: an int, or int32 [B]
             on q's device. Default None: the cache is full. On the CPU a value without room for the new tokens
@@ -527,7 +552,15 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos needs new keys k; rotate q beforehand to read a cache that is rotated")
     if k is not None and cache_seqlens is None:
         raise ValueError("k needs cache_seqlens, which says where to write it")
+    _check_per_sequence(
+        q,
+        cache_seqlens=None if isinstance(cache_seqlens, numbers.Integral) else cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+    )
     batch, capacity = q.shape[0], k_cache.shape[1]
+    if rotary_cos is not None and rotary_sin is not None:
+        _check_rotary(rotary_cos, rotary_sin, q, capacity)
     new = 0 if k is None else k.shape[1]
     filled = None if cache_seqlens is None else _fill_levels(cache_seqlens, q, new, capacity)
 

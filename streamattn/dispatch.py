@@ -1,8 +1,9 @@
 """Which implementation serves a call.
 
-One predicate, `unsupported`, that dispatch, errors and tests all read; ``streamattn info`` reads the part of
-it that depends on the device alone, `unavailable`. A backend is chosen from devices, dtypes and shapes before
-anything runs, never after a caught exception.
+One predicate, `unsupported`, that dispatch, errors and tests all read, and `unsupported_backward` beside it
+for the backward for Hopper; ``streamattn info`` reads the part that depends on the device alone,
+`unavailable`. A backend is chosen from devices, dtypes and shapes before anything runs, never after a caught
+exception.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamattn.kernels.tiles import SCALE_LIMIT
+from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES, SCALE_LIMIT
+from streamattn.pattern import UNBOUNDED, open_sides
 
 
 class Backend(str, Enum):
@@ -158,11 +160,8 @@ def _unsupported_by_hopper(
 ) -> str | None:
     if masks.attn_mask is not None or masks.sinks is not None:
         return "it does neither attn_mask nor sinks"
-    if masks.q_segments is not None and masks.kv_segments is not None:
-        if not _same(masks.q_segments, masks.kv_segments):
-            return "it takes one segment_ids tensor for queries and keys, and got a pair"
-        if masks.kv_lengths is not None:
-            return "it takes segment_ids or kv_lengths, and got both"
+    if masks.q_segments is not None and masks.kv_lengths is not None:
+        return "it takes segment_ids or kv_lengths, and got both"
     if masks.kv_lengths is not None and dropout_p > 0.0:
         return "it does no dropout with kv_lengths"
     if q.dtype == torch.float32:
@@ -179,21 +178,69 @@ def _unsupported_by_hopper(
         return f"it takes a scale above 2^{math.log2(SCALE_LIMIT):.0f}, got {scale}"
     if window_left < k.shape[-2] - q_len:
         return "the window leaves keys that no query sees, and what they hold must not reach the output"
-    for x in (q, k, v):
-        b, h, t, _ = x.stride()
-        if x.data_ptr() % 16 == 0 and (b | h | t) % 8 == 0 and b > 0 and h > 0 and t > 0:
-            continue
-        if x.data_ptr() % 16 or any(
-            stride % 8 or stride <= 0
-            for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
-            if size > 1
-        ):
-            return "q, k and v must start, and step from row to row, at whole 16 bytes"
+    if not (_copies_by_tma(q) and _copies_by_tma(k) and _copies_by_tma(v)):
+        return "q, k and v must start, and step from row to row, at whole 16 bytes"
     return None
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+def _copies_by_tma(x: Tensor) -> bool:
+    """Whether x [B, H, T, D] of 16-bit numbers starts, and steps from row to row, at whole 16 bytes."""
+    b, h, t, d = x.stride()
+    if x.data_ptr() % 16 or d != 1:
+        return False
+    if (b | h | t) % 8 == 0 and b > 0 and h > 0 and t > 0:
+        return True
+    return all(
+        stride % 8 == 0 and stride > 0
+        for size, stride in zip(x.shape[:-1], (b, h, t), strict=True)
+        if size > 1
+    )
+
+
+def unsupported_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Masks,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+) -> str | None:
+    """Why the Hopper backward can't serve a call that the Hopper forward can; None where it can.
+
+    The portable backward serves the others, whatever backend was asked for.
+
+    Args:
+        dout: [B, Hq, Tq, Dv].
+        q: as `unsupported` takes it.
+        k: as `unsupported` takes it.
+        v: as `unsupported` takes it.
+        masks: see `Masks`.
+        window_left: keys before its own place that a query sees.
+        window_right: keys behind its own place that a query sees.
+        softcap: 0 = none.
+        dropout_p: 0 = none.
+        deterministic: whether the same inputs must give the same bits.
+    """
+    if deterministic:
+        return "it adds up dq in any order, and a deterministic one is wanted"
+    if any(x is not None for x in masks):
+        return "it takes no masks, segments, lengths or sinks"
+    if softcap > 0.0 or dropout_p > 0.0:
+        return "it does neither softcap nor dropout"
+    head_dim = q.shape[-1]
+    if head_dim not in HOPPER_BACKWARD_TILES or v.shape[-1] != head_dim:
+        sizes = " or ".join(str(size) for size in HOPPER_BACKWARD_TILES)
+        return f"it takes one head dimension of q and v, {sizes}, got {head_dim} and {v.shape[-1]}"
+    left, right = open_sides(q.shape[-2], k.shape[-2], window_left, window_right)
+    if left < UNBOUNDED or right not in (0, UNBOUNDED):
+        return "it takes no window but the causal one"
+    if not _copies_by_tma(dout):
+        return "dout must start, and step from row to row, at whole 16 bytes"
+    return None
 
 
 def choose(

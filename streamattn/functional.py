@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamattn.dispatch import BACKEND_NAMES
-from streamattn.ops import SERVED, attention_forward, kind_of_call
+from streamattn.ops import attention_forward, kind_of_call
 from streamattn.pattern import UNBOUNDED
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -319,10 +319,12 @@ def attention(
         dropout_p: probability of dropping an attention weight, in [0, 1), rounded to 1/256; the seed is drawn
             from torch's generator of q's device. Default 0.
         return_lse: also return ``lse``. Default False.
-        deterministic: accepted for the contract: every backend gives the same bits for the same inputs,
-            forward and backward, whatever is asked. Default None.
+        deterministic: whether the same inputs must give the same bits. All do but dq of ``hopper``'s own
+            backward, which differs by rounding from run to run; True takes ``triton``'s instead. Default
+            None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton`` or ``hopper``
-            (a forward for compute capability 9.0; its backward is Triton's).
+            (for compute capability 9.0; its backward serves full and causal attention at head dimensions 64
+            and 128, and ``triton``'s the rest).
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that
@@ -362,8 +364,8 @@ def attention(
     kind = None
     if attn_mask is segment_ids is kv_lengths is sinks is None and dropout_p == 0.0:
         kind = kind_of_call(q, k, v, scale, window_left, window_right, softcap, backend)
-        if (again := SERVED.get(kind)) is not None:
-            out, lse = again(q, k, v)
+        if kind is not None and kind.again is not None:
+            out, lse = kind.again(q, k, v)
             return (out, lse) if return_lse else out
 
     _check_qkv(q, k, v)
@@ -407,6 +409,7 @@ def attention(
         softcap,
         dropout_p,
         backend,
+        deterministic,
         kind=kind,
     )
     for _ in range(4 - rank):

@@ -8,7 +8,7 @@ are validated before, by `streamattn.functional`.
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each
 dimension full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed
 int64 [1]; sinks [Hq]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where
-unused.
+unused; deterministic matters to the backward alone, where None is PyTorch's setting at that time.
 ``out`` and the gradients are stored [B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32,
 float64 for float64 inputs.
 """
@@ -22,25 +22,53 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import Parameter
 
-from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, Masks, choose
+from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, Masks, choose, unsupported_backward
 from streamattn.pattern import open_sides
+
+_GUARDS: Any
+try:
+    from torch._C._dynamo.guards import TensorGuards as _GUARDS
+except ImportError:  # no kinds then: each call goes through all of its checks
+    _GUARDS = None
 
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
     "Tensor? sinks, float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, "
-    "str backend"
+    "str backend, bool? deterministic"
 )
 
-SERVED: dict[Hashable, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
-"""Kind of a call (see `kind_of_call`) -> what serves one more, once the portable kernel has served one."""
-
-_MAX_KINDS = 4096
+_MAX_KINDS, _MAX_ALIKE = 4096, 16
 _BACKENDS = {backend.value: backend for backend in Backend}
 _PLAIN = (Tensor, Parameter)
 # set for the thread while torch.autograd batches gradients by itself, as is_grads_batched does
 _BATCHING = torch._C._dispatch_key_parse("VmapMode")
+
+
+class Kind:
+    """Calls that the checks, the choice of a backend and the launch can't tell apart; see `kind_of_call`.
+
+    Attributes:
+        guards: tell whether q, k and v are of this kind, by their classes, dispatch keys, dtypes, devices,
+            `requires_grad`, sizes and strides, but for the number of keys and the strides that grow with it.
+        again: serves one more, ``(q, k, v) -> (out, lse)``, once the portable kernel has served one.
+    """
+
+    __slots__ = ("again", "guards")
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The kind of a call on these tensors."""
+        sizes = [list(q.shape), *([*x.shape[:2], None, x.shape[3]] for x in (k, v))]
+        strides = [list(q.stride()), *([None, None, *x.stride()[2:]] for x in (k, v))]
+        self.guards = _GUARDS(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.again: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+KINDS: dict[Hashable, list[Kind]] = {}
+"""Kinds of calls that were seen, by what their guards don't tell."""
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
@@ -85,23 +113,27 @@ def _forward(
     softcap: float,
     dropout_p: float,
     backend: str,
-    kind: Hashable | None = None,
+    deterministic: bool | None,
+    kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor]:
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
     if chosen is Backend.HOPPER:
         options = (scale, window_left, window_right, softcap, dropout_p)
-        if q_segments is None:
-            return forward(q, k, v, None, None, kv_lengths, seed, *options)
+        if q_segments is None or kv_segments is None:
+            return forward(q, k, v, None, None, None, kv_lengths, seed, *options)
         from streamattn.kernels.segments import query_spans
 
-        return forward(q, k, v, *query_spans(q_segments, window_left, window_right), None, seed, *options)
+        spans = query_spans(q_segments, kv_segments, window_left, window_right)
+        return forward(q, k, v, *spans, None, seed, *options)
     if kind is not None and chosen is Backend.TRITON:
+        from streamattn.kernels.forward import repeat_attention_forward
+
         features, options = (None,) * 6, (scale, window_left, window_right, softcap, dropout_p)
-        if len(SERVED) >= _MAX_KINDS:
-            SERVED.clear()
-        SERVED[kind] = lambda q, k, v: forward(q, k, v, *features, *options, kind)
+        repeat = repeat_attention_forward(q, v, kind)
+        kind.again = lambda q, k, v: repeat(q, k, v) or forward(q, k, v, *features, *options, kind)
+        return forward(q, k, v, *features, *options, kind)
     return forward(
         q,
         k,
@@ -146,13 +178,24 @@ def _backward(
     softcap: float,
     dropout_p: float,
     backend: str,
+    deterministic: bool | None,
     mask_grad: bool,
     sink_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
+    if chosen in (Backend.HOPPER, Backend.TRITON):
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
-        chosen = Backend.TRITON  # its forward alone is its own
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        rest = (masks, window_left, window_right, softcap, dropout_p, deterministic)
+        if unsupported_backward(dout, q, k, v, *rest) is None:
+            from streamattn.kernels.hopper_backward import attention_backward
+
+            grads = attention_backward(dout, dlse, q, k, v, out, lse, scale, window_right)
+            return *grads, q.new_empty(0), q.new_empty(0)
+        chosen = Backend.TRITON
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
     others = (q_segments, kv_segments, kv_lengths, seed)
@@ -162,7 +205,6 @@ def _backward(
         from streamattn.kernels.backward import attention_backward
         from streamattn.kernels.mask_gradient import attention_mask_gradient
 
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv, lse2, delta = attention_backward(
             dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options
         )
@@ -233,7 +275,7 @@ class _Attention(torch.autograd.Function):
         dout, dlse = grads
         out, lse, q, k, v, attn_mask, *masks = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 15
+            return (None,) * 16
         if dout is None:
             dout = torch.zeros_like(out)
         mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
@@ -244,7 +286,7 @@ class _Attention(torch.autograd.Function):
             dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
-        return dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 6
+        return dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 7
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -268,12 +310,12 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest, kind: Hashable | None = None
+    q: Tensor, k: Tensor, v: Tensor, *rest, kind: Kind | None = None
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.streamattn.attention_forward``, without the dispatcher's way where nothing listens on it.
 
     That way through Python kernels costs more than a short call's own work. ``kind`` is `kind_of_call`'s, to
-    be kept in `SERVED`.
+    be told how to serve one more.
     """
     if not _plain_call(q, k, v, *rest[:6]):
         return torch.ops.streamattn.attention_forward(q, k, v, *rest)
@@ -291,48 +333,70 @@ def kind_of_call(
     window_right: int,
     softcap: float,
     backend: str,
-) -> Hashable | None:
+) -> Kind | None:
     """What two calls have alike if the checks, the choice of a backend and the launch can't tell them apart.
 
-    So a call of a kind in `SERVED` needs none of these again. A kind holds all that they look at but for the
-    number of keys and the strides that grow with it: decoding has one kind for a cache of any length. What a
-    kind does not hold is asked here, and None returned for a call that has no kind.
+    So a call of a kind that was served needs none of these again. A kind holds all that they look at but for
+    the number of keys and the strides that grow with it: decoding has one kind for a cache of any length.
+    What a kind does not hold is asked here, and None returned for a call that has no kind.
 
     Only decoding has one, where the host's time counts: eager calls of few queries on a GPU, without
     gradient, mask, segments, lengths, sinks and dropout. q, k and v may be anything, and of any shape.
     """
-    # tensors that have a shape and strides, on the way past the dispatcher and past autograd
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN or not q.is_cuda or k is None or v is None:
+    if _GUARDS is None:
         return None
-    if not _plain_call(q, k, v) or _wants_grad(q, k, v):
+    # every line here is host time of each token
+    if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
+    # the guards take shapes and strides for granted
+    if not (q.is_cuda and q.layout is k.layout is v.layout is torch.strided):
         return None
-    # `attention` hands them on as they are: it would cast them, add dimensions, copy rows of another stride
-    if torch._C._is_any_autocast_enabled():
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
+    # what they don't see; modes and transforms of other sorts change the dispatch keys
+    if (
+        _len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or _is_any_autocast_enabled()
+        or _profiler_enabled()
+    ):
         return None
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        return None
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
-        return None
-    # what the checks want of k and v, and a kind does not hold
-    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
-        return None
-    if not (k_shape[:3] == v_shape[:3] and k_shape[2] > 0):
+    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4 and 0 < k_shape[2] == v_shape[2]):
         return None
     if q_shape[2] >= MIN_HOPPER_QUERIES:  # the Hopper kernel looks at addresses and at the number of keys
         return None
+    k_strides, v_strides = k.stride(), v.stride()
     # a compiled kernel takes any such strides that are whole 16s, in 32 bits; each is, if all their bits are
     growing = k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
     if growing % 16 != 0 or growing >= 1 << 31:
         return None
-    shapes = (q_shape, k_shape[0], k_shape[1], k_shape[3], v_shape[3])
-    strides = (q_strides, k_strides[2], v_strides[2])
     # the number of keys decides what is compiled by this alone: which sides of the window are limits
     sides = open_sides(q_shape[2], k_shape[2], window_left, window_right)
-    return shapes, strides, q.dtype, q.get_device(), scale, window_left, window_right, sides, softcap, backend
+    key = (q_shape, q.get_device(), scale, window_left, window_right, sides, softcap, backend)
+    alike = KINDS.get(key)
+    if alike is not None:
+        for kind in alike:
+            if kind.guards.check(q, k, v):
+                return kind
+    if not _plain_call(q, k, v) or q.requires_grad or k.requires_grad or v.requires_grad:
+        return None
+    if q is k or k is v or q is v:  # which guards refuse
+        return None
+    # `attention` hands them on as they are: it would copy rows of another stride; a launch asks one tensor
+    # for what must be alike
+    if not q.stride(3) == k_strides[3] == v_strides[3] == 1 or k_shape[:3] != v_shape[:3]:
+        return None
+    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
+        return None
+    if alike is None:
+        if len(KINDS) >= _MAX_KINDS:
+            KINDS.clear()
+        alike = KINDS[key] = []
+    elif len(alike) >= _MAX_ALIKE:
+        del alike[0]
+    alike.append(Kind(q, k, v))
+    return alike[-1]
 
 
 def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
@@ -349,12 +413,12 @@ def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
     return (
         (q.is_cuda or q.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
+        and _len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None  # torch.jit.trace
         and not torch._C._are_functorch_transforms_active()  # torch.func and vmap
         and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
         and forward_ad._current_level < 0  # where tensors may carry tangents
-        and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        and not _profiler_enabled()
     )
 
 

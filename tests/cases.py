@@ -1,7 +1,8 @@
 """One attention call as data: its inputs, its run through an implementation, its judgement by the oracle.
 
 A `Case` names shapes and options; `Case.build` makes tensors from them with a seeded generator; `run` calls
-an implementation and collects out, lse and every gradient; `judge` compares two such results.
+an implementation and collects out, lse and every gradient; `judge` compares two such results, and `Beside`
+the errors of two implementations.
 """
 
 from __future__ import annotations
@@ -291,10 +292,74 @@ def relative_errors(got: Tensor, want: Tensor, floor: float = 1e-3) -> tuple[flo
     return float(error.square().mean().sqrt()) / rms, float(error.abs().max()) / peak
 
 
-def judge(got: Result, want: Result, dtype: torch.dtype, note: Any = "") -> None:
+# How many times the peer's error a kernel's may be: RMS over a whole tensor, and maximum; None = any.
+FACTORS: dict[torch.dtype, tuple[float, float | None]] = {
+    torch.float32: (2.0, None),
+    torch.float16: (1.1, 2.0),
+    torch.bfloat16: (1.1, 2.0),
+}
+# How many queries and entries it takes until a tensor's RMS says more of a kernel than of the numbers that
+# were drawn. In float32 the backward's error is that of the weights, and all weights of a query share the
+# rounding of its lse; in half precision each entry is rounded, which outweighs that.
+ENOUGH = {torch.float32: (100, 1000), torch.float16: (1, 1), torch.bfloat16: (1, 1)}
+
+
+@dataclass
+class Beside:
+    """Errors of a kernel beside those of its peer, by tensor, pooled over as many calls as are added.
+
+    Each call's errors count relative to the size of what was wanted, so that no call drowns the others.
+    """
+
+    dtype: torch.dtype
+    queries: int = 0
+    entries: dict[str, int] = field(default_factory=dict)
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, got: Result, want: Result, peer: Result) -> None:
+        """Take in one call; only queries that see something count as such."""
+        self.queries += int(want["out"].any(-1).sum())
+        for name in ("out", "dq", "dk", "dv"):
+            if name not in want.tensors:
+                continue
+            right = want[name].double()
+            size = max(float(right.square().mean().sqrt()), want.floors.get(name, 0.0), 1e-3)
+            errors = [(x[name].double() - right).flatten() / size for x in (got, peer)]
+            squares = torch.stack([x.square().sum() for x in errors]).cpu()
+            peaks = torch.stack([x.abs().max() for x in errors]).cpu()
+            self.entries[name] = self.entries.get(name, 0) + right.numel()
+            self.squares[name] = self.squares.get(name, torch.zeros(2)) + squares
+            self.peaks[name] = torch.maximum(self.peaks.get(name, torch.zeros(2)), peaks)
+
+    def judge(self, note: Any = "") -> None:
+        """Raise AssertionError where an error is more than the allowed multiple of the peer's.
+
+        Of fewer queries or entries than are `ENOUGH` nothing is said.
+        """
+        queries, entries = ENOUGH[self.dtype]
+        rms_factor, peak_factor = FACTORS[self.dtype]
+        for name in self.squares:
+            if self.queries < queries or self.entries[name] < entries:
+                continue
+            rms, peer_rms = (self.squares[name] / self.entries[name]).sqrt().tolist()
+            peak, peer_peak = self.peaks[name].tolist()
+            assert rms <= rms_factor * peer_rms, (
+                f"{name}: RMS error {rms:.3e}, more than {rms_factor} times the peer's {peer_rms:.3e}; {note}"
+            )
+            assert peak_factor is None or peak <= peak_factor * peer_peak, (
+                f"{name}: maximum {peak:.3e}, more than {peak_factor} times the peer's {peer_peak:.3e}; "
+                f"{note}"
+            )
+
+
+def judge(
+    got: Result, want: Result, dtype: torch.dtype, note: Any = "", *, peer: Result | None = None
+) -> None:
     """Raise AssertionError unless every tensor of `got` is `want` within `dtype`'s tolerance.
 
-    `lse` must be -inf exactly where `want` is, and is judged in float32 or better elsewhere, absolutely.
+    `lse` must be -inf exactly where `want` is, and is judged in float32 or better elsewhere, absolutely. With
+    the result of a `peer`, out, dq, dk and dv may be no further off than `FACTORS` times as far as it is.
     """
     assert got.tensors.keys() == want.tensors.keys(), (got.tensors.keys(), want.tensors.keys(), note)
     for name, right in want.tensors.items():
@@ -321,3 +386,7 @@ def judge(got: Result, want: Result, dtype: torch.dtype, note: Any = "") -> None
             f"{name}: relative RMS error {rms:.3g} (at most {rms_bound:g}), "
             f"maximum {peak:.3g} (at most {peak_bound:g}); {note}"
         )
+    if peer is not None:
+        beside = Beside(dtype)
+        beside.add(got, want, peer)
+        beside.judge(note)

@@ -46,12 +46,14 @@ class Compiled(NamedTuple):
     Attributes:
         shared: bytes of shared memory.
         instructions: how often each stands in the code.
+        products: the tensor cores' instructions with their shapes and types, such as HMMA.1688.F32.TF32.
         product_waits: how often the tensor cores are waited for.
         undefined: instructions that read a uniform register which nothing above has written.
     """
 
     shared: int
     instructions: Counter[str]
+    products: Counter[str]
     product_waits: int
     undefined: list[str]
 
@@ -94,8 +96,9 @@ def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
     # "/*0040*/   @P0 LDL.64 R4, [R1] ;"
     lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9][^;]*)", sass, flags=re.MULTILINE)
     names = Counter(re.split(r"[. ]", line)[0] for line in lines)
+    products = Counter(line.split()[0] for line in lines if re.match(r"HG?MMA\.", line))
     waits = sass.count("WARPGROUP.DEPBAR")
-    return Compiled(binary.metadata.shared, names, waits, undefined_reads(lines))
+    return Compiled(binary.metadata.shared, names, products, waits, undefined_reads(lines))
 
 
 def undefined_reads(lines: list[str]) -> list[str]:

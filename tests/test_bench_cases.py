@@ -60,6 +60,18 @@ def test_gpt2_and_grouped_heads() -> None:
     assert {(case.num_heads, case.num_kv_heads) for case in SETS["grouped"](SWEEP)} == {(32, 8)}
 
 
+def test_the_case_of_the_cpu_is_float32_whatever_is_asked_for() -> None:
+    (case,) = SETS["cpu"](SWEEP)
+    assert (case.dtype, case.causal, case.plain) == ("float32", True, True)
+    assert (case.batch, case.num_heads, case.num_kv_heads, case.seq_len, case.head_dim) == (
+        4,
+        12,
+        12,
+        1024,
+        64,
+    )
+
+
 @pytest.mark.parametrize("name", ["window", "documents", "dropout"])
 def test_patterns_stand_beside_the_same_work_without_them(name: str) -> None:
     cases = SETS[name](SWEEP)

@@ -50,6 +50,11 @@ def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch)
         judge(name, case)
 
 
+def test_a_backend_that_needs_a_gpu_says_so_before_it_is_called() -> None:
+    with pytest.raises(Unsupported, match="NVIDIA GPU"):
+        PROVIDERS["streamattn-portable"]().bind(CASE, CPU)
+
+
 def flash_package(name: str, monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
     """A module with FlashAttention-3's functions, computed by the reference."""
     module = ModuleType(name)

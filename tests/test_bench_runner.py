@@ -93,7 +93,7 @@ def test_rows_have_times_speeds_and_ratios_to_the_best_peer() -> None:
         assert (row.forward_ms, row.backward_ms) == (time, 4 * time)
         assert (row.forward_graph_ms, row.backward_graph_ms) == (time / 2, 2 * time)
         for name, ms in (("forward", time), ("forward_graph", time / 2)):
-            assert getattr(row, f"{name}_tflops") == round(CASE.flops("forward") / ms / 1e9, 1)
+            assert getattr(row, f"{name}_tflops") == round(CASE.flops("forward") / ms / 1e9, 4)
             assert getattr(row, f"{name}_to_best") == 2.0 / time
         assert row.backward_to_best == 2.0 / time
         assert row.spread == 0.5
@@ -192,8 +192,40 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pat
     path = tmp_path / "x.csv"
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "kernel", "--csv", str(path)])
-    assert str(stop.value) == "streamattn bench kernel: needs a CUDA device, and none is visible"
+    assert str(stop.value) == (
+        "streamattn bench kernel: needs a CUDA device, and none is visible; --device cpu measures the CPU"
+    )
     assert not path.exists()
+
+
+def test_the_cpu_is_measured_beside_pytorch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the host's clock; what needs a GPU is noted, and the sum of both passes is compared."""
+    monkeypatch.setitem(runner.SETS, "cpu", lambda sweep: [replace(CASE, case="cpu", num_kv_heads=4)])
+    path = tmp_path / "x.csv"
+    argv = ["bench", "kernel", "--device", "cpu", "--cases", "cpu", "--passes", "forward", "backward"]
+    argv += ["--providers", "streamattn", "streamattn-portable", "sdpa_flash", "--csv", str(path)]
+    assert cli.main(argv) == 0
+    ours, portable, peer = csv.DictReader(path.open())
+    assert ours["device"] == peer["device"] == "CPU"
+    assert "NVIDIA GPU" in portable["status"]
+    assert portable["forward_ms"] == ours["peak_mib"] == ""
+    total, best = (float(row["forward_ms"]) + float(row["backward_ms"]) for row in (ours, peer))
+    shown = capsys.readouterr().out
+    assert "forward + backward, ms" in shown
+    assert f"{total / best:.3f}" in shown
+
+
+def test_there_are_no_graphs_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    with pytest.raises(SystemExit, match="--timer graph needs a CUDA device"):
+        cli.main(["bench", "kernel", "--device", "cpu", "--timer", "events", "graph", "--csv", str(path)])
+    assert not path.exists()
+
+
+def test_the_set_of_the_cpu_is_asked_for_by_name() -> None:
+    assert runner.parse(["--csv", "x.csv"]).cases == [name for name in SETS if name != "cpu"]
 
 
 @pytest.fixture

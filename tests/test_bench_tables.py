@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from streamattn.bench.tables import Row, costs, geometric_mean, means, notes, report, speeds
+from streamattn.bench.tables import Row, costs, geometric_mean, means, notes, report, speeds, totals
 
 ROW = Row(
     device="Imagined GPU",
@@ -93,6 +93,22 @@ def test_costs_are_against_the_same_provider_without_the_pattern() -> None:
         ["dropout", "128", "full p 0.1", "streamattn", "1.250"],
         ["window", "128", "causal w 1024", "sdpa_flash", "0.100"],
     ]
+
+
+def test_totals_are_those_of_the_first_of_ours_beside_the_fastest_peer_of_both() -> None:
+    ours = replace(ROW, backward_ms=4.0)
+    rows = [
+        ours,
+        replace(ours, provider="streamattn-portable", forward_ms=0.5),
+        replace(PEER, backward_ms=3.4),
+        replace(PEER, provider="fa3", forward_ms=1.0),
+        replace(PEER, provider="sdpa_cudnn", forward_ms=1.0, backward_ms=9.0),
+        replace(ours, seq_len=512),
+    ]
+    assert lines(totals(rows, ["streamattn", "streamattn-portable"])) == [
+        ["sweep", "128", "full", "4096", "6.000", "sdpa_flash", "5.000", "1.200"]
+    ]
+    assert not lines(totals(rows, []))
 
 
 def test_what_was_not_measured_is_counted() -> None:

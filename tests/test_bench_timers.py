@@ -83,6 +83,20 @@ def test_graphs_give_the_time_of_one_of_many_calls(
     assert (device.calls, device.cleared) == (prepared, cleared), "replayed, the cache left alone"
 
 
+def test_the_clock_gives_the_median_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls, seconds = [0.0], [0], (7.0, 0.5, 0.25, 3.0)
+
+    def work() -> None:
+        now[0] += seconds[calls[0] % 4]
+        calls[0] += 1
+
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
+    measure = timers.clock(work, 3)
+    assert calls == [1], "warmed up"
+    assert measure() == 500.0  # milliseconds, of 0.5, 0.25 and 3
+    assert calls == [4]
+
+
 def test_memory_is_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert timers.peak_mib(lambda: None) is None

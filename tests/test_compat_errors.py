@@ -126,6 +126,51 @@ FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
             "k must have its cache's dtype torch.float32, got torch.float16",
         ),
         (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, Q[:, :1], Q[:, :1], cache_seqlens=torch.zeros(2)),
+            TypeError,
+            "cache_seqlens must hold int32 or int64, got torch.float32",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=[1, 2]),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "cache_seqlens must hold .*, got list",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_batch_idx=BOUNDS),
+            ValueError,
+            r"cache_batch_idx must have shape \[2\], got \[3\]",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_leftpad=NONSENSE),
+            TypeError,
+            "cache_leftpad must hold int32 or int64, got int",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_leftpad=BOUNDS[:2].to("meta")),
+            ValueError,
+            "cache_leftpad must be on cpu, got meta",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q.half(), Q, Q, Q[:, :1], Q[:, :1], cache_seqlens=0),
+            TypeError,
+            "q must have the cache's dtype torch.float32, got torch.float16",
+        ),
+        (
+            lambda: flash_attn_func(Q, Q, Q, alibi_slopes=NONSENSE),
+            TypeError,
+            "alibi_slopes must be .* got int",
+        ),
+        *(
+            (
+                lambda tables=tables: flash_attn_with_kvcache(
+                    Q, Q, Q, Q[:, :1], Q[:, :1], *map(torch.zeros, tables), cache_seqlens=0
+                ),
+                ValueError,
+                r"\[positions, R / 2\] with R of at most q's 8 and positions of at least the cache's 4, got",
+            )
+            for tables in [((3, 4), (3, 4)), ((4, 5), (4, 5)), ((4, 4), (4, 2)), ((2, 4, 4), (2, 4, 4))]
+        ),
+        (
             lambda: flash_attn_with_kvcache(Q, Q, Q, rotary_cos=Q[0, :, 0], rotary_sin=Q[0, :, 0]),
             ValueError,
             "rotary_cos needs new keys",
@@ -142,10 +187,23 @@ def test_errors_say_what_was_expected(call, error, message):
         call()
 
 
-def test_a_refused_call_leaves_the_cache_alone():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache_seqlens": 2},
+        {"cache_seqlens": torch.zeros(2)},
+        {"q": torch.ones(2, 3, 2, 8).half()},
+        {"cache_leftpad": BOUNDS},
+        {"cache_batch_idx": BOUNDS},
+        {"rotary_cos": torch.ones(3, 4), "rotary_sin": torch.ones(3, 4)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_refused_call_leaves_the_cache_alone(wrong):
     k_cache, v_cache = torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8)
     ones = torch.ones(2, 3, 2, 8)
-    with pytest.raises(ValueError, match="room for 3"):
-        flash_attn_with_kvcache(ones, k_cache, v_cache, ones, ones, cache_seqlens=2)
+    call: dict[str, Any] = {"q": ones, "k": ones, "v": ones, "cache_seqlens": 1, **wrong}
+    with pytest.raises((TypeError, ValueError)):
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call)
     assert not k_cache.any()
     assert not v_cache.any()

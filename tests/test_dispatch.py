@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamattn import dispatch
-from streamattn.dispatch import Backend, Masks, choose, unavailable, unsupported
+from streamattn.dispatch import Backend, Masks, choose, unavailable, unsupported, unsupported_backward
 from streamattn.pattern import UNBOUNDED
 
 CPU = torch.device("cpu")
@@ -184,7 +184,6 @@ def test_the_interpreter_runs_no_gluon(monkeypatch):
         ({}, {"masks": Masks(kv_lengths=LENGTHS), "dropout_p": 0.1}, "dropout with kv_lengths"),
         ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS), "dropout_p": 0.1}, None),
         ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS[:])}, None),
-        ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS.clone())}, "a pair"),
         ({}, {"masks": Masks(None, SEGMENTS, SEGMENTS, LENGTHS)}, "both"),
         ({}, {"scale": 0.0}, "a scale above 2^-100"),
         ({}, {"scale": 1e-40}, "a scale above 2^-100"),
@@ -221,3 +220,54 @@ def test_the_hopper_kernel_reads_whole_16_bytes(monkeypatch):
 
 def test_the_names_that_attention_takes():
     assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper")
+
+
+BACKWARD: dict[str, Any] = {
+    "masks": Masks(),
+    "window_left": UNBOUNDED,
+    "window_right": 0,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "deterministic": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"window_right": UNBOUNDED}, None),
+        ({}, {"window_left": 256}, None),  # as wide as all queries and keys
+        ({"head_dim": 128, "value_dim": 128, "kv_len": 300}, {}, None),
+        ({}, {"deterministic": True}, "deterministic"),
+        ({}, {"masks": Masks(q_segments=SEGMENTS, kv_segments=SEGMENTS)}, "no masks"),
+        ({}, {"masks": Masks(kv_lengths=LENGTHS)}, "no masks"),
+        ({}, {"softcap": 1.0}, "softcap"),
+        ({}, {"dropout_p": 0.5}, "dropout"),
+        ({"head_dim": 96, "value_dim": 96}, {}, "64 or 128, got 96 and 96"),
+        ({"value_dim": 128}, {}, "64 or 128, got 64 and 128"),
+        ({}, {"window_left": 255}, "no window"),
+        ({}, {"window_right": 5}, "no window"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_backward_takes(shapes, options, reason):
+    sizes = {"head_dim": 64, "value_dim": 64, "q_len": 128, "kv_len": 128, "device": "meta"} | shapes
+    q, k, v = qkv(**sizes, dtype=torch.bfloat16)
+    got = unsupported_backward(torch.empty_like(v[:, :, :128]), q, k, v, **(BACKWARD | options))
+    assert got is None if reason is None else got is not None and reason in got
+
+
+@pytest.mark.parametrize("way", ["start", "row", "head", "expanded", "columns"])
+def test_the_hopper_backward_copies_dout_in_whole_words(way):
+    q, k, v = qkv(64, 64, q_len=128, kv_len=128, dtype=torch.bfloat16)
+    dout = {
+        "start": torch.empty(1, 2, 128, 72, dtype=torch.bfloat16)[..., 4:68],
+        "row": torch.empty(1, 2, 128, 68, dtype=torch.bfloat16)[..., :64],
+        "head": torch.empty(2 * 128 * 64 + 4, dtype=torch.bfloat16).as_strided(q.shape, (1, 8196, 64, 1)),
+        "expanded": torch.empty(1, 1, 128, 64, dtype=torch.bfloat16).expand(q.shape),
+        "columns": torch.empty(1, 2, 64, 128, dtype=torch.bfloat16).mT,
+    }[way]
+    reason = unsupported_backward(dout, q, k, v, **BACKWARD)
+    assert reason is not None and "16 bytes" in reason
+    assert unsupported_backward(torch.empty_like(q), q, k, v, **BACKWARD) is None

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamattn import attention, flash_attention
+from streamattn import attention, dispatch, flash_attention, ops
+from streamattn.dispatch import BACKEND_NAMES, Backend
 
 
 def tensors(**changes) -> dict:
@@ -19,12 +20,27 @@ def tensors(**changes) -> dict:
     return made | changes
 
 
-class NoStreamattnOp(TorchDispatchMode):
-    """Fails at the first operator of this package."""
+class Listener(TorchDispatchMode):
+    """Listens on every operator, so that attention goes through its own; fails there if it must `refuse`."""
+
+    def __init__(self, *, refuse: bool) -> None:
+        super().__init__()
+        self.refuse = refuse
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.namespace != "streamattn", f"{func} ran on bad input"
+        assert not (self.refuse and func.namespace == "streamattn"), f"{func} ran on bad input"
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where an implementation is asked for, by the operator or by the short way past it."""
+
+    def refuse(chosen: Backend) -> None:
+        raise AssertionError(f"{chosen.value} would have run on bad input")
+
+    monkeypatch.setattr(ops, "_implementation", refuse)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def randn(*shape: int, **kwargs) -> torch.Tensor:
@@ -211,27 +227,39 @@ BAD = {
     ),
     "backend unknown": (ValueError, {"backend": "flash"}, ["backend", "auto", "reference", "flash"]),
     "backend None": (ValueError, {"backend": None}, ["backend", "auto", "None"]),
-    "sdpa with softcap": (ValueError, {"backend": "sdpa", "softcap": 3.0}, ["sdpa", "softcap", "auto"]),
-    "sdpa with dropout": (ValueError, {"backend": "sdpa", "dropout_p": 0.1}, ["sdpa", "dropout", "auto"]),
-    "sdpa with another Dv": (
-        ValueError,
-        {"backend": "sdpa", "v": randn(2, 2, 8, 24)},
-        ["sdpa", "16", "24", "auto"],
-    ),
-    "triton without GPU": (ValueError, {"backend": "triton"}, ["triton", "GPU", "CPU", "auto"]),
     "deterministic a string": (TypeError, {"deterministic": "yes"}, ["deterministic", "True", "yes"]),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_explained_and_nothing_runs(name, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    error, changes, words = BAD[name]
-    arguments = tensors(**changes)
+HALF = {"q": randn(2, 4, 64, 64).half(), "k": randn(2, 2, 64, 64).half(), "v": randn(2, 2, 64, 64).half()}
+# what an explicit backend can't serve. Only the operator knows, and some of it only where there is a GPU
+UNABLE = {
+    "sdpa with softcap": ("sdpa", {"softcap": 3.0}, ["softcap"]),
+    "sdpa with dropout": ("sdpa", {"dropout_p": 0.1}, ["dropout"]),
+    "sdpa with another Dv": ("sdpa", {"v": randn(2, 2, 8, 24)}, ["16", "24"]),
+    "sdpa with no queries": ("sdpa", {"q": randn(2, 4, 0, 16)}, ["empty"]),
+    "triton without GPU": ("triton", {}, ["GPU", "CPU"]),
+    "triton in float64": ("triton", {x: tensors()[x].double() for x in "qkv"}, ["float16", "float64"]),
+    "triton with a large head": (
+        "triton",
+        {"q": randn(2, 4, 8, 264), "k": randn(2, 2, 8, 264)},
+        ["256", "264"],
+    ),
+    "triton with no keys": ("triton", {x: randn(2, 2, 0, 16) for x in "kv"}, ["empty"]),
+    "hopper without GPU": ("hopper", {}, ["GPU", "CPU"]),
+    "hopper in float32": ("hopper", {}, ["float16", "float32"]),
+    "hopper with a mask": ("hopper", HALF | {"attn_mask": torch.zeros(64, 64)}, ["attn_mask"]),
+    "hopper with sinks": ("hopper", HALF | {"sinks": torch.zeros(4)}, ["sinks"]),
+    "hopper with another Dv": ("hopper", HALF | {"v": randn(2, 2, 64, 32).half()}, ["64", "32"]),
+    "hopper with few queries": ("hopper", HALF | {"q": randn(2, 4, 63, 64).half()}, ["64", "63"]),
+}
+
+
+def explained(error: type[Exception], arguments: dict, words: list[str]) -> str:
+    """The message of the error that a call raises; it must hold the words, an expectation and a remedy."""
+    arguments = dict(arguments)
     q, k, v = (arguments.pop(x) for x in "qkv")
-    # only the operator knows what an explicit backend can't serve; it raises before any kernel
-    watch = contextlib.nullcontext() if name.startswith(("sdpa", "triton")) else NoStreamattnOp()
-    with watch, pytest.raises(error) as caught:
+    with pytest.raises(error) as caught:
         attention(q, k, v, **arguments)
     message = str(caught.value)
     for word in words:
@@ -240,13 +268,46 @@ def test_bad_input_is_explained_and_nothing_runs(name, monkeypatch):
     assert re.search(r"; \w+.* \w+", message), f"no remedy in: {message}"
     assert "\n" not in message
     assert len(message) < 400
+    return message
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_explicit_backends_raise_with_gradients_too(gradient):
-    q = randn(2, 4, 8, 16, requires_grad=gradient)
-    with pytest.raises(ValueError, match="sdpa"):
-        attention(q, randn(2, 2, 8, 16), randn(2, 2, 8, 16), softcap=1.0, backend="sdpa")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_explained_and_nothing_runs(name, nothing_runs):
+    """The same is said whatever the backend, and before the operator is called."""
+    error, changes, words = BAD[name]
+    backends = (changes["backend"],) if "backend" in changes else BACKEND_NAMES
+    messages = set()
+    for backend in backends:
+        arguments = tensors(**changes) | {"backend": backend}
+        with Listener(refuse=True):
+            messages.add(explained(error, arguments, words))
+        messages.add(explained(error, arguments, words))
+    assert len(messages) == 1, messages
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["plain", "gradient"])
+@pytest.mark.parametrize("listening", [False, True], ids=["direct", "operator"])
+@pytest.mark.parametrize("name", UNABLE)
+def test_an_unable_backend_says_why_and_nothing_runs(name, listening, gradient, nothing_runs, monkeypatch):
+    backend, changes, words = UNABLE[name]
+    if not name.endswith("GPU"):
+        monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    arguments = tensors(**changes) | {"backend": backend}
+    for x in "qkv":
+        arguments[x] = arguments[x].clone().requires_grad_(gradient)
+    with Listener(refuse=False) if listening else contextlib.nullcontext():
+        explained(ValueError, arguments, [backend, "auto", *words])
+
+
+@pytest.mark.parametrize("listening", [False, True], ids=["direct", "operator"])
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_what_watches_sees_every_backend(backend, listening, nothing_runs, monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    with (
+        Listener(refuse=False) if listening else contextlib.nullcontext(),
+        pytest.raises(AssertionError, match="would have run"),
+    ):
+        attention(*HALF.values(), backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +319,7 @@ def test_explicit_backends_raise_with_gradients_too(gradient):
     ],
     ids=["segments", "lengths", "mask"],
 )
-def test_options_of_unbatched_inputs_are_unbatched(options, words):
+def test_options_of_unbatched_inputs_are_unbatched(options, words, nothing_runs):
     q, k, v = randn(4, 8, 16), randn(2, 8, 16), randn(2, 8, 16)
     with pytest.raises(ValueError) as caught:
         attention(q, k, v, **options)
@@ -266,12 +327,12 @@ def test_options_of_unbatched_inputs_are_unbatched(options, words):
         assert word in str(caught.value)
 
 
-def test_flash_attention_wants_matrices():
+def test_flash_attention_wants_matrices(nothing_runs):
     with pytest.raises(ValueError, match=r"\[Tq, D\]"):
         flash_attention(randn(1, 8, 16), randn(1, 8, 16), randn(1, 8, 16))
 
 
-def test_flash_attention_wants_tensors():
+def test_flash_attention_wants_tensors(nothing_runs):
     with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got list"):
         flash_attention([[1.0]], randn(8, 16), randn(8, 16))  # pyright: ignore[reportArgumentType]
 
@@ -286,7 +347,7 @@ def test_mixed_dtypes_are_cast_only_under_autocast():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_mask_is_refused(layout):
+def test_a_nested_mask_is_refused(layout, nothing_runs):
     mask = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=layout)
     with pytest.raises(
         TypeError, match=r"attn_mask must be .*dense.* got a nested tensor; .*to_padded_tensor"
@@ -294,6 +355,6 @@ def test_a_nested_mask_is_refused(layout):
         attention(**tensors(), attn_mask=mask)
 
 
-def test_an_unknown_option_is_no_option():
+def test_an_unknown_option_is_no_option(nothing_runs):
     with pytest.raises(TypeError, match="is_causal"):
         attention(**tensors(), is_causal=True)  # pyright: ignore[reportCallIssue]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from streamattn import attention, ops
+from streamattn.dispatch import Backend
 from streamattn.pattern import UNBOUNDED
 from tests.cases import Case, Inputs, expected, judge, run
 from tests.oracle import attend
@@ -61,6 +66,7 @@ def op_arguments(inputs: Inputs, *, seed: Tensor | None = None, backend: str = "
         options.get("softcap", 0.0),
         0.25 if seed is not None else 0.0,
         backend,
+        None,
     )
 
 
@@ -273,8 +279,80 @@ def test_what_a_kind_does_not_hold_makes_none():
         for name in ("q", "k", "v") if why != "keys" else ("k", "v"):
             assert ops.kind_of_call(**{**given, name: x}) is None, (name, why)
     q, v = given["q"], given["v"]
+    assert ops.kind_of_call(**{**given, "k": v}) is None  # one tensor twice
     with pytest.raises(TypeError, match="k must be a"):
         attention(q, None, v)  # pyright: ignore[reportArgumentType]
+
+
+class FunctionMode(TorchFunctionMode):
+    """Listens, and changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+class DispatchMode(TorchDispatchMode):
+    """Listens, and changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    with torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+@pytest.mark.usefixtures("fake_is_plain")
+@pytest.mark.parametrize(
+    "listener",
+    [
+        FunctionMode,
+        DispatchMode,
+        forward_ad.dual_level,
+        torch.autograd.profiler.profile,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        below_autograd,
+    ],
+    ids=["function mode", "dispatch mode", "tangents", "profiler", "autocast", "below autograd"],
+)
+def test_a_known_kind_is_another_where_something_listens(listener):
+    """The guards of a kind hear of some of these, others are asked beside them."""
+    given = decoding()
+    kind = ops.kind_of_call(**given)
+    assert kind is not None
+    assert ops.kind_of_call(**given) is kind
+    with listener():
+        assert ops.kind_of_call(**given) is not kind
+    assert ops.kind_of_call(**given) is kind
+
+
+@pytest.mark.usefixtures("fake_is_plain")
+def test_a_known_kind_is_none_under_transforms_and_while_compiling(monkeypatch):
+    given = decoding()
+    kind, heard = ops.kind_of_call(**given), []
+    torch.vmap(lambda x: heard.append(ops.kind_of_call(**given)) or x)(torch.zeros(3))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    heard.append(ops.kind_of_call(**given))
+    assert kind is not None
+    assert heard == [None, None]
+
+
+@pytest.mark.usefixtures("fake_is_plain")
+def test_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "KINDS", {})
+    monkeypatch.setattr(ops, "_MAX_KINDS", 4)
+    monkeypatch.setattr(ops, "_MAX_ALIKE", 3)
+    for scale in range(1, 9):
+        assert ops.kind_of_call(**decoding(scale=float(scale))) is not None
+        assert len(ops.KINDS) <= 4
+    for row in range(64, 128, 8):  # of keys
+        keys = fake(1, 2, 100, 64, strides=(25600, 12800, row, 1))
+        kind = ops.kind_of_call(**{**decoding(), "k": keys})
+        assert kind is not None
+        assert ops.kind_of_call(**{**decoding(), "k": keys}) is kind
+    assert max(map(len, ops.KINDS.values())) == 3
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 0, 0)], ids=str)
@@ -579,3 +657,44 @@ def test_whoever_listens_sees_the_ops(trained):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert torch.equal(step(), alone)
     assert "streamattn::attention_forward" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "flag", "served"),
+    [
+        (None, False, "hopper"),
+        (None, True, "triton"),
+        (True, False, "triton"),
+        (False, True, "hopper"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_who_serves_a_backward_for_hopper(compiled, deterministic, flag, served, monkeypatch):
+    """True and False are the call's own; None is the flag when the backward runs, not when it was called.
+
+    A compiled backward refuses by itself to run under another flag than the forward's.
+    """
+    asked: list[str] = []
+
+    def module(name: str) -> SimpleNamespace:
+        def attention_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
+            asked.append(name)
+            grads = (torch.zeros_like(x) for x in (q, k, v))
+            return (*grads,) if name == "hopper" else (*grads, torch.zeros(()), torch.zeros(1))
+
+        return SimpleNamespace(attention_backward=attention_backward, attention_mask_gradient=None)
+
+    for name, backend in (("backward", "triton"), ("hopper_backward", "hopper"), ("mask_gradient", "none")):
+        monkeypatch.setitem(sys.modules, f"streamattn.kernels.{name}", module(backend))
+    leaves = [torch.randn(1, 2, 8, 64, requires_grad=True) for _ in range(3)]
+    torch._dynamo.reset()
+    call = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    try:
+        torch.use_deterministic_algorithms(flag and compiled)
+        out = call(*leaves, causal=True, deterministic=deterministic)
+        monkeypatch.setattr(ops, "choose", lambda *args: Backend.HOPPER)
+        torch.use_deterministic_algorithms(flag)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [served]

@@ -128,11 +128,15 @@ def test_figures_are_those_of_the_csv() -> None:
     with (ROOT / "docs/measurements/attention_h200.csv").open() as file:
         measured = list(csv.DictReader(file))
     assert set(measured[0]) == {field.name for field in fields(Row)}
-    assert {row["status"] for row in measured} == {"ok"}
-    rows = re.findall(r"^\| (\d+) (full|causal) \| (\d+) \| (.+) \| (.+) \| (.+) \|$", README, re.MULTILINE)
+    for row in measured:
+        assert row["status"] == "ok" or (row["provider"], row["backward_ms"]) == ("fa3", ""), row
+    rows = re.findall(
+        r"^\| (\d+) (full|causal) \| (\d+) \| (.+) \| (.+) \| (.+) \| (\d+) \|$", README, re.MULTILINE
+    )
     assert len(rows) == 12
     for head_dim, mask, seq_len, *figures in rows:
-        for provider, figure in zip(("streamattn", "sdpa_flash", "sdpa_cudnn"), figures, strict=True):
+        providers = ("streamattn", "sdpa_flash", "sdpa_cudnn", "fa3")
+        for provider, figure in zip(providers, figures, strict=True):
             case = {
                 "case": "sweep",
                 "head_dim": head_dim,
@@ -142,7 +146,8 @@ def test_figures_are_those_of_the_csv() -> None:
             }
             (row,) = [row for row in measured if case.items() <= row.items()]
             assert figure == " / ".join(
-                f"{float(row[f'{way}_tflops']):.0f}" for way in ("forward", "backward")
+                f"{float(row[f'{way}_tflops']):.0f}"
+                for way in ("forward", "backward")[: 1 if provider == "fa3" else 2]
             )
 
 

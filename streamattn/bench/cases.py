@@ -2,7 +2,8 @@
 
 The work is that of FlashAttention's benchmarks: a constant number of tokens, heads times head_dim constant,
 storage [B, S, H, D], random data. As many queries as keys. TFLOP/s count 4 * D operations for each visible
-pair of query and key forward, 2.5 times that backward; dropout changes nothing of that.
+pair of query and key forward, 2.5 times that backward; dropout changes nothing of that. One set is small
+enough for a CPU.
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ def _dropout(options: Sweep) -> list[Case]:
     ]
 
 
+def _cpu(options: Sweep) -> list[Case]:
+    return [Case("cpu", "float32", 4, 12, 12, 1024, 64, True)]
+
+
 SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "sweep": _sweep,
     "gpt2": _gpt2,
@@ -164,6 +169,7 @@ SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "window": _window,
     "documents": _documents,
     "dropout": _dropout,
+    "cpu": _cpu,
 }
-"""Sets of cases. The last three hold each pattern beside the same work without it: all keys, the documents
-as a batch, no dropout."""
+"""Sets of cases. Window, documents and dropout hold each pattern beside the same work without it: all keys,
+the documents as a batch, no dropout. The last is one case in float32, whatever dtype is asked for."""

@@ -58,6 +58,8 @@ def _version(*distributions: str) -> str:
 
 def _streamattn(backend: str) -> Provider:
     def bind(case: Case, device: torch.device) -> Call:
+        if backend == "triton" and device.type == "cpu":
+            raise Unsupported("its kernels need an NVIDIA GPU")
         segments = case.segments(device)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

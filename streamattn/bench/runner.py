@@ -1,9 +1,11 @@
 """Times attention beside other implementations on one GPU: ``streamattn bench kernel --csv FILE``.
 
+Or on the CPU, with ``--device cpu --cases cpu --passes forward backward``, beside PyTorch's fused attention.
+
 All providers run each case on the same inputs and take turns; the least of a provider's medians counts. What
 fails the gate is not timed: the provider is stopped for the rest of the run, and the exit status is 1. What a
 peer can't do, and memory that doesn't suffice, are noted in the row's ``status``. A case's rows are written
-as soon as it ends. Left out on purpose: whole models, decoding, CPU timings.
+as soon as it ends. Left out on purpose: whole models, decoding.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +27,11 @@ from streamattn.bench.gate import Gate, WrongResult
 from streamattn.bench.providers import PROVIDERS, Call, Provider, Unsupported, find, first_line
 from streamattn.bench.results import Machine, ask_driver, csv_file, this_machine
 from streamattn.bench.tables import Row, report
-from streamattn.bench.timers import TIMERS, Measure, Timer, Work, peak_mib
+from streamattn.bench.timers import TIMERS, Measure, Timer, Work, clock, peak_mib
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 DEVICE = torch.device("cuda")
+GPU_SETS = [name for name in SETS if name != "cpu"]
 WIDTH = 120  # columns of the tables, on a terminal or not
 
 
@@ -153,7 +157,8 @@ def rows_of(
                 if name in each.times:
                     least = min(each.times[name])
                     figures[f"{name}_ms"] = round(least, 4)
-                    figures[f"{name}_tflops"] = round(case.flops(which) / least / 1e9, 1)
+                    speed = case.flops(which) / least / 1e9
+                    figures[f"{name}_tflops"] = round(speed, 1 if speed >= 10.0 else 4)
                     if name in best:
                         figures[f"{name}_to_best"] = round(best[name] / least, 3)
         spreads = [max(times) / min(times) - 1.0 for times in each.times.values()]
@@ -230,18 +235,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="streamattn bench kernel",
         description="Times attention beside other implementations on one GPU; what is wrong is not timed.",
+        epilog="On the CPU: --device cpu --cases cpu --passes forward backward "
+        "--providers streamattn sdpa_flash, which times float32 [4, 12, 1024, 64], causal, beside the kernel "
+        "that scaled_dot_product_attention has there.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--csv", required=True, help="where the measurements go; an older file is replaced")
-    add("--cases", nargs="+", choices=SETS, default=list(SETS), help="sets of cases")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="where")
+    add("--cases", nargs="+", choices=SETS, default=GPU_SETS, help="sets of cases")
     add("--head-dims", type=int, nargs="+", default=[64, 128, 256], help="of the sweep")
     add("--seq-lens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384], help="of the sweep")
     add("--tokens", type=int, default=16384, help="batch times sequence length of the sweep")
     add("--hidden", type=int, default=2048, help="heads times head_dim of the sweep")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of all cases")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of all cases but the CPU's")
     add("--passes", nargs="+", choices=PASSES, default=["forward"], help="what is timed")
-    add("--timer", nargs="+", choices=TIMERS, default=["events"], help="single calls, or replays of many")
+    add(
+        "--timer",
+        nargs="+",
+        choices=TIMERS,
+        default=["events"],
+        help="single calls, or replays of many on a GPU",
+    )
     add("--repeats", type=int, default=10, help="calls, or replays, behind a median")
     add("--rounds", type=int, default=2, help="turns of each provider; the least of their medians counts")
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
@@ -259,11 +274,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 1 where a provider was stopped.
 
     Raises:
-        SystemExit: there is no CUDA device, or the command line is wrong.
+        SystemExit: the device is not there, or the command line is wrong.
     """
     options = parse(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("streamattn bench kernel: needs a CUDA device, and none is visible")
+    on_cpu = options.device == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        raise SystemExit(
+            "streamattn bench kernel: needs a CUDA device, and none is visible; --device cpu measures the CPU"
+        )
+    if on_cpu and options.timer != ["events"]:
+        raise SystemExit(
+            "streamattn bench kernel: --timer graph needs a CUDA device; leave it out on the CPU"
+        )
     console = Console(width=WIDTH)
     errors = Console(width=WIDTH, stderr=True)
     providers, absent = find(options.providers)
@@ -281,10 +303,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(
             f"flex takes part in {count} of {len(cases)} cases; --all-flex: in all", highlight=False
         )
-    timers = {name: TIMERS[name] for name in options.timer}
-    plan = Plan(options.passes, timers, options.repeats, options.rounds, DEVICE)
-    machine = this_machine()
-    with csv_file(options.csv, Row) as write, torch.cuda.stream(torch.cuda.Stream()):
+    timers = {"events": clock} if on_cpu else {name: TIMERS[name] for name in options.timer}
+    device = torch.device("cpu") if on_cpu else DEVICE
+    plan = Plan(options.passes, timers, options.repeats, options.rounds, device)
+    machine = replace(this_machine(), device="CPU") if on_cpu else this_machine()
+    stream = nullcontext() if on_cpu else torch.cuda.stream(torch.cuda.Stream())
+    with csv_file(options.csv, Row) as write, stream:
         rows, stopped = run(
             track(cases, console=errors),
             providers,

@@ -96,7 +96,7 @@ def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
         for name in names:
             each = case.get(name)
             speed = getattr(each, f"{column}_tflops", None)
-            cells.append("-" if speed is None else f"{speed:.0f}")
+            cells.append("-" if speed is None else f"{speed:.{0 if speed >= 10.0 else 3}f}")
         if ours:
             ratio = getattr(case.get(ours[0]), f"{column}_to_best", None)
             cells.append("-" if ratio is None else f"{ratio:.2f}")
@@ -142,6 +142,24 @@ def costs(rows: Sequence[Row], column: str) -> Table:
     return table
 
 
+def totals(rows: Sequence[Row], ours: Sequence[str]) -> Table:
+    """Forward and backward together: the first of ours beside the fastest peer that did both."""
+    table = _table(
+        "forward + backward, ms", "case", "D", "mask", "S", "ours", "best peer", "its", "ours / its"
+    )
+    for row, case in _cases(rows).items():
+        sums = {
+            name: each.forward_ms + each.backward_ms
+            for name, each in case.items()
+            if each.forward_ms is not None and each.backward_ms is not None
+        }
+        best = min(sums.keys() - set(ours), key=sums.__getitem__, default=None)
+        if best is not None and ours and ours[0] in sums:
+            cells = (f"{sums[ours[0]]:.3f}", best, f"{sums[best]:.3f}", f"{sums[ours[0]] / sums[best]:.3f}")
+            table.add_row(row.case, str(row.head_dim), row.label, str(row.seq_len), *cells)
+    return table
+
+
 def notes(rows: Sequence[Row]) -> Table:
     """What was not measured, and why."""
     table = _table("not measured", "provider", "why", "cases")
@@ -165,4 +183,5 @@ def report(rows: Sequence[Row], columns: Sequence[str], ours: Sequence[str]) -> 
     found = [notes(rows)]
     for column in columns:
         found += [speeds(rows, column, ours), costs(rows, column), means(rows, column, ours)]
+    found.append(totals(rows, ours))
     yield from (table for table in found if table.row_count)

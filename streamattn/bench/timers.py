@@ -1,12 +1,14 @@
 """How it is measured: medians of CUDA events around single calls, or of replays of a CUDA graph of many.
 
 A timer prepares a call once and returns what measures it, so that contestants can take turns. Times are
-milliseconds of the current stream, which must not be the default one (graphs are captured on it).
+milliseconds of the current stream, which must not be the default one (graphs are captured on it); on the CPU
+those of the host's clock.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -61,6 +63,18 @@ def graph(work: Work, repeats: int) -> Measure:
         return _median(captured.replay, lambda: None, repeats) / calls
 
     return measure
+
+
+def clock(work: Work, repeats: int) -> Measure:
+    """Single calls on the CPU, by its own clock, with whatever its caches hold."""
+    work()
+
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        return (time.perf_counter() - start) * 1000.0
+
+    return lambda: statistics.median(once() for _ in range(repeats))
 
 
 TIMERS: dict[str, Timer] = {"events": events, "graph": graph}

@@ -11,7 +11,7 @@ tiles end with a sequence's length, and rows of v that are padding are cleared i
 
 q, k, v [B, H, T, D] with a unit last stride and other strides of whole 16-byte words; ``out`` is stored [B,
 Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: ``attn_mask``,
-sinks, segments of keys that are not the queries' own, segments or dropout beside lengths, and windows whose
+sinks, segments or dropout beside lengths, and windows whose
 first keys no query sees (see `dispatch.unsupported`). The producer is in `hopper_producer`.
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,10 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from streamattn.kernels.hopper_launch import descriptor, group_of_heads
 from streamattn.kernels.hopper_primitives import (
     FIRST_BARRIER,
+    copy_out,
     drop,
     exp2,
     random_words,
@@ -44,9 +44,10 @@ from streamattn.kernels.hopper_primitives import (
 )
 from streamattn.kernels.hopper_producer import (
     await_tile,
-    ids_of,
+    kv_ids_of,
     producer,
-    span_of_segments,
+    q_ids_of,
+    row_of_spans,
     variant_of,
     work,
 )
@@ -55,16 +56,12 @@ from streamattn.kernels.launch import (
     call_key,
     device_guard,
     heads_last,
-    heads_per_group,
     launch,
     multiprocessor_count,
 )
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
 from streamattn.pattern import UNBOUNDED, drop_threshold, open_sides
-
-# Triton 3.9 gave the copies new names
-copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -164,7 +161,7 @@ def segments_of(operands, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
     if MASKED and VARIANT.value.HAS_SEGMENTS:
         BLOCK_N: gl.constexpr = k_smem.shape[3]
         keys = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(BLOCK_N)))
-        theirs = gl.load(ids_of(visibility, place[0]) + keys)
+        theirs = gl.load(kv_ids_of(visibility, place[0]) + keys)
     return theirs
 
 
@@ -274,24 +271,17 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     HAS_LOW_EDGE: gl.constexpr = (
         VARIANT.value.HAS_LEFT or VARIANT.value.HAS_LENGTHS or VARIANT.value.HAS_SEGMENTS
     )
-    dtype: gl.constexpr = q_smem.dtype
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape  # noqa: RUF059
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
-    programs = gl.num_programs(0)
     q = q_smem.index(WHICH).reshape([BLOCK_M, BLOCK_D])
     if VARIANT.value.HAS_DROPOUT:
         scale, softcap, seed_ptr, drop_threshold = scaling
         scaling = (scale, softcap, gl.load(seed_ptr), drop_threshold)
     item = gl.program_id(0)
-    following = item + programs
     count = 0
     t = 0
     while item < items:
-        if VARIANT.value.DYNAMIC and count > 0:
-            mbarrier.wait(next_full, (count - 1) & 1)
-            following = gl.max(next_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(next_free, count=1)
-        b, h, item_first, length, origin, n_start, n_stop = work(
+        b, h, item_first, length, origin, n_start, n_stop, padded = work(  # noqa: RUF059
             item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
         )
         i_first = item_first + WHICH * BLOCK_M
@@ -301,10 +291,11 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         rows = i_first + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
         own = rows
         if VARIANT.value.HAS_SEGMENTS:
-            first, end, whole_first, whole_end = span_of_segments(visibility, b, q_len, i_first)
-            start, stop = gl.maximum(start, first), gl.minimum(stop, end)
-            full_start, full_stop = gl.maximum(full_start, whole_first), gl.minimum(full_stop, whole_end)
-            own = gl.load(ids_of(visibility, b) + rows)
+            at = row_of_spans(visibility, b, q_len, i_first)
+            start, stop = gl.maximum(start, gl.load(at)), gl.minimum(stop, gl.load(at + 1))
+            full_start = gl.maximum(full_start, gl.load(at + 2))
+            full_stop = gl.minimum(full_stop, gl.load(at + 3))
+            own = gl.load(q_ids_of(visibility, b) + rows)
             own = gl.where(own < 0, -2, own)  # padding sees nothing, not even padding
         queries = (i_first, own)
         place = (b, h, length, origin)
@@ -368,7 +359,7 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         else:
             out_tile = out_smem.index(WHICH)
             tma.store_wait(0)  # the item before
-        out_tile.reshape([BLOCK_M, BLOCK_D]).store(out.to(dtype))
+        out_tile.reshape([BLOCK_M, BLOCK_D]).store(out.to(q_smem.dtype))
         fence_async_shared()
         copy_out(out_desc, [b, h, i_first, 0], out_tile)
         if VARIANT.value.SHARED_OUT:
@@ -376,9 +367,13 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
             mbarrier.arrive(q_free.index(WHICH), count=1)
         lse_ptrs = lse_ptr + (b.to(gl.int64) * num_heads + h) * q_len + rows
         gl.store(lse_ptrs, m * LN2 + gl.log(total), mask=rows < q_len)
-        item = following
-        if not VARIANT.value.DYNAMIC:
-            following += programs
+        if VARIANT.value.DYNAMIC:
+            slot = count % 2
+            mbarrier.wait(next_full.index(slot), (count // 2) & 1)
+            item = gl.max(next_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(next_free.index(slot), count=1)
+        else:
+            item += gl.num_programs(0)
         count += 1
     tma.store_wait(0)
 
@@ -393,10 +388,12 @@ def hopper_fwd_kernel(
     counter_ptr,
     kv_lengths_ptr,
     spans_ptr,
-    ids_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
     seed_ptr,
     stride_kv_lengths,
-    stride_ids,
+    stride_q_ids,
+    stride_kv_ids,
     batch,
     num_heads,
     group,
@@ -431,14 +428,17 @@ def hopper_fwd_kernel(
         out_smem = q_smem
     else:
         out_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
-    next_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    next_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    next_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    next_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    next_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(next_full.index(i), count=1)
+        mbarrier.init(next_free.index(i), count=CONSUMERS)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_free.index(c), count=1)
@@ -447,8 +447,6 @@ def hopper_fwd_kernel(
         mbarrier.init(v_full.index(i), count=1)
     v_raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(v_raw, count=1)
-    mbarrier.init(next_full, count=1)
-    mbarrier.init(next_free, count=CONSUMERS)
     fence_async_shared()
 
     VARIANT: gl.constexpr = variant_of(
@@ -456,16 +454,13 @@ def hopper_fwd_kernel(
         HAS_SOFTCAP, HAS_DROPOUT,
     )  # fmt: skip
     shape = (batch, num_heads, q_len, kv_len, window_left, window_right, heads_per_group)
-    visibility = (
-        kv_lengths_ptr, stride_kv_lengths, spans_ptr, ids_ptr, stride_ids,
-    )  # fmt: skip
-    scaling = (scale, softcap, seed_ptr, drop_threshold)
+    segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids)
+    visibility = (kv_lengths_ptr, stride_kv_lengths, segments)
     barriers = (q_full, q_free, k_full, v_full, next_full, next_free, v_raw)
-    descs = (q_desc, k_desc, v_desc)
-    inputs = (q_smem, k_smem, v_smem, next_smem)
     buffers = (q_smem, k_smem, v_smem, out_smem, next_smem)
+    scaling = (scale, softcap, seed_ptr, drop_threshold)
     job = (out_desc, lse_ptr, buffers, barriers, shape, visibility, scaling)
-    feed = (descs, inputs, barriers, counter_ptr, shape, visibility, group)
+    feed = ((q_desc, k_desc, v_desc), buffers, barriers, counter_ptr, shape, visibility, group)
     # the first consumer has the program's own warps and what the others leave of the registers
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -499,34 +494,13 @@ def hopper_fwd_kernel(
         )
 
 
-def descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    """Of x [B, H, T, D] with a unit last stride, for blocks [1, 1, rows, block_d]."""
-    block = [1, 1, rows, block_d]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    # the stride of a dimension of size 1 may be anything; an encoded one is a whole number of 16 bytes
-    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
-
-
-def group_of_heads(k: Tensor, window_right: int, num_tiles: int, num_heads: int, multiprocessors: int) -> int:
-    """How many heads start side by side (see `primitives.schedule`).
-
-    The last group's longest items take twice as long as an average one, and something has to go on beside
-    them: two items for each multiprocessor at least, whatever fits the cache.
-    """
-    group = heads_per_group(k, window_right)
-    if window_right < UNBOUNDED:
-        group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
-    return triton.cdiv(num_heads, max(1, num_heads // group))
-
-
 def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     spans: Tensor | None,
-    ids: Tensor | None,
+    q_ids: Tensor | None,
+    kv_ids: Tensor | None,
     kv_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float,
@@ -537,7 +511,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of a call that `dispatch.unsupported` lets pass; arguments as in `streamattn.ops`.
 
-    ``spans`` and ``ids`` are what `segments.query_spans` makes of segments.
+    ``spans``, ``q_ids`` and ``kv_ids`` are what `segments.query_spans` makes of segments.
     """
     batch, num_heads, q_len, head_dim = q.shape
     kv_len = k.shape[2]
@@ -563,7 +537,8 @@ def attention_forward(
             v_desc=descriptor(v, tile.BLOCK_N, tile.BLOCK_D),
             out_desc=descriptor(out, HOPPER_BLOCK_M, tile.BLOCK_D),
             stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
-            stride_ids=0 if ids is None else ids.stride(0),
+            stride_q_ids=0 if q_ids is None else q_ids.stride(0),
+            stride_kv_ids=0 if kv_ids is None else kv_ids.stride(0),
             batch=batch,
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -592,8 +567,8 @@ def attention_forward(
         )
 
     with device_guard(q):
-        tensors = (q, k, v, ids, kv_lengths)
+        tensors = (q, k, v, q_ids, kv_ids, kv_lengths)
         key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p)
-        pointers = (q, k, v, out, lse, counter, kv_lengths, spans, ids, seed)
+        pointers = (q, k, v, out, lse, counter, kv_lengths, spans, q_ids, kv_ids, seed)
         launch(hopper_fwd_kernel, key, pointers, arguments)
     return out, lse

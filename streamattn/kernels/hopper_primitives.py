@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from streamattn.kernels.primitives import LOG2E, PHILOX_ROUNDS
 
@@ -13,6 +16,31 @@ PHILOX_A = gl.constexpr(0xD2511F53)
 PHILOX_B = gl.constexpr(0xCD9E8D57)
 PHILOX_KEY_A = gl.constexpr(0x9E3779B9)
 PHILOX_KEY_B = gl.constexpr(0xBB67AE85)
+
+# Triton 3.9 gave the copies new names
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@builtin
+def add_out(tensor_desc, coord, src, _semantic=None):
+    """Adds a tile of shared memory to global memory by TMA; Triton 3.6 has no function for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def program_again():
+    """`program_id(0)`, read anew: what is computed from it takes no registers before."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x; add.u32 $0, $0, $1;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

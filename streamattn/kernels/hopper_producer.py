@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_release
+from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_release, copy_in
 from streamattn.kernels.primitives import kv_span, schedule
-
-# Triton 3.9 gave the copies new names
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,14 @@ def await_tile(full, t, STAGES: gl.constexpr, pred=True):
 
 @gluon.jit
 def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VARIANT: gl.constexpr):
-    """(batch, head, first query, filled keys, origin, first and end of the seen key tiles) of an item.
+    """(batch, head, first query, filled keys, origin, first and end of seen key tiles, padded) of an item.
 
     The origin is the first key of tile 0. With lengths the tiles end with the last filled key, so that no key
     behind it is ever read, whatever it holds; the first tile may begin before key 0, where the copies fill in
-    zeros.
+    zeros. Padded: whether these tiles may hold keys of no segment.
     """
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape
-    lengths_ptr, stride_lengths, _, _, _ = visibility
+    lengths_ptr, stride_lengths, _ = visibility
     num_tiles = gl.cdiv(q_len, ROWS)
     tile_m, head = schedule(item, num_tiles, batch * num_heads, heads_per_group)
     i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
@@ -85,50 +82,72 @@ def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VAR
         origin = length % BLOCK_N
         origin = gl.where(origin > 0, origin - BLOCK_N, 0)
     start, stop = kv_span(i_first, i_last, q_len, length, left, right)
+    padded = 0
     if VARIANT.value.HAS_SEGMENTS:
         first, end = kv_len, 0
         for c in gl.static_range(ROWS // 64):
-            own_first, own_end, _, _ = span_of_segments(visibility, b, q_len, i_first + c * 64)
-            first, end = gl.minimum(first, own_first), gl.maximum(end, own_end)
+            at = row_of_spans(visibility, b, q_len, i_first + c * 64)
+            first, end = gl.minimum(first, gl.load(at)), gl.maximum(end, gl.load(at + 1))
+            padded |= gl.load(at + 4)
         start, stop = gl.maximum(start, first), gl.minimum(stop, end)
     n_start = (start - origin) // BLOCK_N
     n_stop = gl.maximum(gl.cdiv(stop - origin, BLOCK_N), n_start)
-    return b, head % num_heads, i_first, length, origin, n_start, n_stop
+    return b, head % num_heads, i_first, length, origin, n_start, n_stop, padded
 
 
 @gluon.jit
-def span_of_segments(visibility, b, q_len, i_first):
-    """Row of `segments.query_spans` for the 64 queries from i_first on; a row without keys past the last."""
-    spans_ptr = visibility[2]
+def row_of_spans(visibility, b, q_len, i_first):
+    """Pointer to what `segments.query_spans` found for the 64 queries from i_first on, or for the last."""
+    spans_ptr = visibility[2][0]
     blocks = gl.cdiv(q_len, 64)
     block = gl.minimum(i_first // 64, blocks - 1)
-    at = spans_ptr + (b * blocks + block) * 4
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return spans_ptr + (b * blocks + block) * 8
 
 
 @gluon.jit
-def ids_of(visibility, b):
-    """Pointer to the segment ids of sequence b, as `segments.query_spans` leaves them."""
-    return visibility[3] + b.to(gl.int64) * visibility[4]
+def q_ids_of(visibility, b):
+    """Pointer to the queries' segment ids of sequence b, as `segments.query_spans` leaves them."""
+    _, ids_ptr, stride, _, _ = visibility[2]
+    return ids_ptr + b.to(gl.int64) * stride
+
+
+@gluon.jit
+def kv_ids_of(visibility, b):
+    """Pointer to the keys' segment ids."""
+    _, _, _, ids_ptr, stride = visibility[2]
+    return ids_ptr + b.to(gl.int64) * stride
 
 
 @gluon.jit
 def holds_padding(ids_ptr, BLOCK_N: gl.constexpr):
     """Whether the segment id of some key of a tile is negative; by one warp."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.min(gl.load(ids_ptr + gl.arange(0, BLOCK_N, layout=LAYOUT)), 0) < 0
+    return (gl.min(gl.load(ids_ptr + gl.arange(0, BLOCK_N, layout=LAYOUT)), 0) < 0).to(gl.int32)
 
 
 @gluon.jit
-def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr):
+def prefetch(ids_ptr, COUNT: gl.constexpr):
+    """Brings so many ids to the multiprocessor before the consumers ask for them; by one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LINES: gl.constexpr = COUNT // 32  # of 128 bytes
+    at = (ids_ptr + gl.arange(0, 32, layout=LAYOUT) % LINES * 32).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr, padded):
     """Copies a tile of v, with zeros in the rows of padding, which may hold NaN; by one warp.
 
-    Returns how many tiles were cleared so far.
+    Returns how many tiles were cleared so far. Not padded: the tile is known to hold none.
     """
     BLOCK_N: gl.constexpr = tile.shape[2]
     BLOCK_D: gl.constexpr = tile.shape[3]
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    if holds_padding(ids_ptr, BLOCK_N):
+    if padded != 0:
+        padded = holds_padding(ids_ptr, BLOCK_N)
+    if padded != 0:
         mbarrier.expect(raw, BYTES)
         copy_in(v_desc, v_at, raw, tile)
         mbarrier.wait(raw, cleared & 1)
@@ -155,7 +174,7 @@ def producer(feed, VARIANT: gl.constexpr):
     """Copies what the consumers of this program will read, in their order, as buffers fall free."""
     descs, buffers, barriers, counter, shape, visibility, group = feed
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, next_smem = buffers
+    q_smem, k_smem, v_smem, _, next_smem = buffers
     q_full, q_free, k_full, v_full, next_full, next_free, v_raw = barriers
     BLOCK_M: gl.constexpr = q_smem.shape[3]
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -168,14 +187,22 @@ def producer(feed, VARIANT: gl.constexpr):
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    following = item + programs
     count = 0  # work items so far
     t = 0  # key tiles so far
     cleared = 0  # of them, whose values held padding
     while item < items:
-        b, h, i_first, _, origin, n_start, n_stop = work(
+        # drawn no earlier, or at the end some programs have claimed long items while others are done
+        following = item
+        if VARIANT.value.DYNAMIC:
+            following = gl.atomic_add(counter, 1, sem="relaxed")  # the answer is waited for behind the copies
+        following += programs
+        b, h, i_first, _, origin, n_start, n_stop, padded = work(
             item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
         )
+        if VARIANT.value.HAS_SEGMENTS:
+            prefetch(q_ids_of(visibility, b) + i_first, CONSUMERS * BLOCK_M)
+            last = gl.maximum((n_stop - 2) * BLOCK_N, 0)
+            prefetch(kv_ids_of(visibility, b) + last, 2 * BLOCK_N)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_free.index(c), (count & 1) ^ 1)
             mbarrier.expect(q_full.index(c), Q_BYTES)
@@ -202,21 +229,19 @@ def producer(feed, VARIANT: gl.constexpr):
                 v_tile = v_smem.index(w % STAGES)
                 full = v_full.index(w % STAGES)
                 if VARIANT.value.HAS_SEGMENTS:
-                    ids_ptr = ids_of(visibility, b) + (n + 1) * BLOCK_N
-                    cleared = copy_cleared(v_desc, v_at, v_tile, full, v_raw, cleared, ids_ptr)
+                    ids_ptr = kv_ids_of(visibility, b) + (n + 1) * BLOCK_N
+                    cleared = copy_cleared(v_desc, v_at, v_tile, full, v_raw, cleared, ids_ptr, padded)
                 else:
                     mbarrier.expect(full, KV_BYTES)
                     copy_in(v_desc, v_at, full, v_tile)
         t += n_stop - n_start
         item = following
         if VARIANT.value.DYNAMIC:
-            # fetched one item ahead, so that nobody waits for memory
-            following = gl.atomic_add(counter, 1) + 2 * programs
-            mbarrier.wait(next_free, (count & 1) ^ 1)
-            next_smem.store(gl.full([1], following, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(next_full, count=1)
-        else:
-            following += programs
+            slot = count % 2
+            mbarrier.wait(next_free.index(slot), ((count // 2) & 1) ^ 1)
+            number = gl.full([1], item, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            next_smem.index(slot).store(number)
+            mbarrier.arrive(next_full.index(slot), count=1)
         count += 1
     # every arrival is met, so that no barrier is left half full
     for u in range(gl.maximum(t - STAGES, 0), t):

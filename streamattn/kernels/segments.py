@@ -13,102 +13,183 @@ from torch import Tensor
 
 from streamattn import pattern
 from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch
-from streamattn.kernels.primitives import UNBOUNDED, kv_span, segment_range
+from streamattn.kernels.primitives import UNBOUNDED, kv_span, segment_range, visible
 from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
 SCAN = 4096  # ids looked at together
+REACH = tl.constexpr(128)  # keys of the longest tile
+SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
+
+
+@triton.jit
+def seen_by_some(keys, theirs, q_segments_ptr, stride_t, q_len, kv_len, left, right, NEAR: tl.constexpr):
+    """Which of the keys [N] of segments `theirs` some query sees: bool [N].
+
+    Most are seen by the query at their own place, which every window shows; others are looked for.
+    """
+    at = keys - (kv_len - q_len)
+    own = tl.load(q_segments_ptr + at.to(tl.int64) * stride_t, mask=(at >= 0) & (at < q_len), other=-1)
+    seen = (own == theirs) & (theirs >= 0)
+    if tl.max(((theirs >= 0) & ~seen).to(tl.int32)) > 0:
+        for first in range(0, q_len, NEAR):
+            rows = first + tl.arange(0, NEAR)
+            ids = tl.load(q_segments_ptr + rows.to(tl.int64) * stride_t, mask=rows < q_len, other=-1)
+            pairs = (ids[:, None] == theirs[None, :]) & (ids >= 0)[:, None]
+            pairs = pairs & visible(rows[:, None], keys[None, :], q_len, kv_len, left, right)
+            seen = seen | (tl.max(pairs.to(tl.int32), 0) > 0)
+    return seen
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_spans_kernel(
-    segments_ptr,
+    q_segments_ptr,
+    kv_segments_ptr,
     spans_ptr,
-    ids_ptr,
-    stride_segments_b,
-    stride_segments_t,
-    stride_ids,
+    q_ids_ptr,
+    kv_ids_ptr,
+    stride_q_segments_b,
+    stride_q_segments_t,
+    stride_kv_segments_b,
+    stride_kv_segments_t,
+    stride_q_ids,
+    stride_kv_ids,
     q_len,
+    kv_len,
     window_left,
     window_right,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """spans [B, blocks, 4] and ids [B, padded], one block of queries a program."""
+    """spans [B, blocks, SPAN], q_ids and kv_ids [B, padded], one block of queries and of keys a program."""
     num_blocks = tl.cdiv(q_len, BLOCK)
-    programs = stride_ids // BLOCK  # of a sequence
+    programs = max(stride_q_ids, stride_kv_ids) // BLOCK  # of a sequence
     b, block = tl.program_id(0) // programs, tl.program_id(0) % programs
-    segments_ptr += b.to(tl.int64) * stride_segments_b
-    i_first = block * BLOCK
-    i_last = min(i_first + BLOCK, q_len) - 1
-    rows = i_first + tl.arange(0, BLOCK)
-    own = tl.load(segments_ptr + rows.to(tl.int64) * stride_segments_t, mask=rows < q_len, other=0)
-    tl.store(ids_ptr + b.to(tl.int64) * stride_ids + rows, tl.maximum(own, -1))
-    own = tl.where(rows < q_len, own, -1)
-    low, high = segment_range(own)
-    alike = (high >= 0) & (tl.min(tl.where(rows < q_len, own, high)) == high)
+    q_segments_ptr += b.to(tl.int64) * stride_q_segments_b
+    kv_segments_ptr += b.to(tl.int64) * stride_kv_segments_b
     left = window_left if HAS_LEFT else UNBOUNDED
     right = window_right if HAS_RIGHT else UNBOUNDED
-    start, stop = kv_span(i_first, i_last, q_len, q_len, left, right)
-    first, last = q_len, 0
-    whole_first, whole_last = start, stop
-    for chunk in range(start, stop, SCAN):
-        at = chunk + tl.arange(0, SCAN)
-        ids = tl.load(segments_ptr + at.to(tl.int64) * stride_segments_t, mask=at < stop, other=-1)
-        hit = (ids >= 0) & (ids >= low) & (ids <= high)
-        first = min(first, tl.min(tl.where(hit, at, q_len)))
-        last = max(last, tl.max(tl.where(hit, at + 1, 0)))
-        other = (ids != high) & (at < stop)
-        whole_first = max(whole_first, tl.max(tl.where(other & (at < i_first), at + 1, 0)))
-        whole_last = min(whole_last, tl.min(tl.where(other & (at > i_last), at, q_len)))
-    if not alike:
-        whole_last = 0
+    i_first = block * BLOCK
+    rows = i_first + tl.arange(0, BLOCK)
+    own = tl.load(q_segments_ptr + rows.to(tl.int64) * stride_q_segments_t, mask=rows < q_len, other=0)
+    if i_first < stride_q_ids:
+        tl.store(q_ids_ptr + b.to(tl.int64) * stride_q_ids + rows, tl.maximum(own, -1))
+    if PAIR:
+        theirs = tl.load(
+            kv_segments_ptr + rows.to(tl.int64) * stride_kv_segments_t, mask=rows < kv_len, other=0
+        )
+        seen = seen_by_some(
+            rows, theirs, q_segments_ptr, stride_q_segments_t, q_len, kv_len, left, right, BLOCK
+        )
+        if i_first < stride_kv_ids:
+            kept = tl.where(seen | (rows >= kv_len), theirs, -1)
+            tl.store(kv_ids_ptr + b.to(tl.int64) * stride_kv_ids + rows, kept)
     if block < num_blocks:
-        spans_ptr += (b * num_blocks + block) * 4
+        i_last = min(i_first + BLOCK, q_len) - 1
+        own = tl.where(rows < q_len, own, -1)
+        low, high = segment_range(own)
+        alike = (high >= 0) & (tl.min(tl.where(rows < q_len, own, high)) == high)
+        start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
+        place = i_last + kv_len - q_len
+        # whole tiles are read: keys beside the window may hold padding
+        read_start, read_stop = max(start - REACH, 0), min(stop + REACH, kv_len)
+        none = tl.zeros([SCAN], tl.int32)
+        firsts, first_hidden = none + kv_len, none + UNBOUNDED
+        lasts, last_hidden = none, none - UNBOUNDED
+        whole_firsts, whole_lasts = none + start, none + stop
+        for chunk in range(read_start, read_stop, SCAN):
+            at = chunk + tl.arange(0, SCAN)
+            ids = tl.load(
+                kv_segments_ptr + at.to(tl.int64) * stride_kv_segments_t, mask=at < read_stop, other=-1
+            )
+            hit = (at >= start) & (at < stop) & (ids >= 0) & (ids >= low) & (ids <= high)
+            firsts = tl.minimum(firsts, tl.where(hit, at, kv_len))
+            lasts = tl.maximum(lasts, tl.where(hit, at + 1, 0))
+            hidden = (ids < 0) & (at < read_stop)
+            if PAIR:  # and what nobody may see: the query at its own place at least does not
+                same = at - (kv_len - q_len)
+                same = tl.load(
+                    q_segments_ptr + same.to(tl.int64) * stride_q_segments_t,
+                    mask=(same >= 0) & (same < q_len),
+                    other=-1,
+                )
+                hidden = (ids != same) & (at < read_stop) | hidden
+            first_hidden = tl.minimum(first_hidden, tl.where(hidden, at, UNBOUNDED))
+            last_hidden = tl.maximum(last_hidden, tl.where(hidden, at, -UNBOUNDED))
+            other = (ids != high) & (at < read_stop)
+            whole_firsts = tl.maximum(whole_firsts, tl.where(other & (at <= place), at + 1, 0))
+            whole_lasts = tl.minimum(whole_lasts, tl.where(other & (at > place), at, kv_len))
+        first, last = tl.min(firsts), tl.max(lasts)
+        whole_first, whole_last = tl.max(whole_firsts), tl.min(whole_lasts)
+        if not alike:
+            whole_last = 0
+        near = (tl.max(last_hidden) >= first // REACH * REACH) & (
+            tl.min(first_hidden) < tl.cdiv(last, REACH) * REACH
+        )
+        spans_ptr += (b * num_blocks + block) * SPAN
         tl.store(spans_ptr, first)
         tl.store(spans_ptr + 1, last)
         tl.store(spans_ptr + 2, whole_first)
         tl.store(spans_ptr + 3, whole_last)
+        tl.store(spans_ptr + 4, near.to(tl.int32))
 
 
-def query_spans(segments: Tensor, window_left: int, window_right: int) -> tuple[Tensor, Tensor]:
-    """Spans of keys of each 64 queries of square attention, and the ids, ready to be read in whole tiles.
+def query_spans(
+    q_segments: Tensor, kv_segments: Tensor, window_left: int, window_right: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Spans of keys of each 64 queries, and the ids, ready to be read in whole tiles.
 
     Args:
-        segments: int32 [B, T], of queries and keys alike; negative = padding.
+        q_segments: int32 [B, Tq]; negative = padding.
+        kv_segments: int32 [B, Tk]; may be the same tensor.
         window_left: keys before its own place that a query sees, `pattern.UNBOUNDED` = all.
         window_right: keys behind it.
 
     Returns:
-        int32 [B, ceil(T / 64), 4]: first and end of the keys that some of the queries may see, (T, 0) where
-        there is none; first and end of keys whose segment all of the queries have, empty where they differ.
-        int32 [B, T rounded up to 768]: the ids, -1 for padding; behind T anything that is not negative.
+        int32 [B, ceil(Tq / 64), 8]: first and end of the keys that some of the queries may see, (Tk, 0) where
+        there is none; first and end of keys whose segment all of the queries have, empty where they differ;
+        whether a tile with one of the first may hold padding.
+        int32 [B, Tq rounded up to 768], the queries' ids, and [B, Tk rounded up], the keys': -1 for padding
+        and for keys that no query sees; behind the last one anything that is not negative.
     """
-    batch, q_len = segments.shape
-    blocks = -(-q_len // BLOCK)
-    spans = segments.new_empty((batch, blocks, 4))
-    ids = segments.new_empty((batch, -(-q_len // WHOLE) * WHOLE))
-    window_left, window_right = pattern.open_sides(q_len, q_len, window_left, window_right)
+    batch, q_len = q_segments.shape
+    kv_len = kv_segments.shape[1]
+    pair = not _same(q_segments, kv_segments)
+    spans = q_segments.new_empty((batch, -(-q_len // BLOCK), SPAN.value))
+    q_ids = q_segments.new_empty((batch, -(-q_len // WHOLE) * WHOLE))
+    kv_ids = q_segments.new_empty((batch, -(-kv_len // WHOLE) * WHOLE)) if pair else q_ids
+    window_left, window_right = pattern.open_sides(q_len, kv_len, window_left, window_right)
 
     def arguments() -> tuple[int, dict[str, Any]]:
-        return ids.numel() // BLOCK, dict(
-            stride_segments_b=segments.stride(0),
-            stride_segments_t=segments.stride(1),
-            stride_ids=ids.stride(0),
+        return max(q_ids.numel(), kv_ids.numel()) // BLOCK, dict(
+            stride_q_segments_b=q_segments.stride(0),
+            stride_q_segments_t=q_segments.stride(1),
+            stride_kv_segments_b=kv_segments.stride(0),
+            stride_kv_segments_t=kv_segments.stride(1),
+            stride_q_ids=q_ids.stride(0),
+            stride_kv_ids=kv_ids.stride(0),
             q_len=q_len,
+            kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
             HAS_LEFT=window_left < pattern.UNBOUNDED,
             HAS_RIGHT=window_right < pattern.UNBOUNDED,
+            PAIR=pair,
             BLOCK=BLOCK,
             SCAN=SCAN,
             num_warps=8,
         )
 
-    with device_guard(segments):
-        key = call_key((segments,), window_left, window_right)
-        launch(query_spans_kernel, key, (segments, spans, ids), arguments)
-    return spans, ids
+    with device_guard(q_segments):
+        key = call_key((q_segments, kv_segments), window_left, window_right, pair)
+        launch(query_spans_kernel, key, (q_segments, kv_segments, spans, q_ids, kv_ids), arguments)
+    return spans, q_ids, kv_ids
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one."""
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())

@@ -141,3 +141,27 @@ def choose_hopper_tile(
     rows = tile.CONSUMERS * HOPPER_BLOCK_M
     items = -(-q_len // rows) * num_heads
     return tile if q_len > 128 and items >= multiprocessors else _SMALL_64
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """One row of the Hopper backward's table; its tiles have 64 queries and two times 64 keys.
+
+    Attributes:
+        STAGES: buffers for tiles of queries, and as many for those of dout; each takes a named barrier.
+        OWN_DQ: whether a warpgroup of its own computes dq; or else the two that compute dk and dv.
+        REGISTERS: of a thread of these two.
+        DQ_REGISTERS: of a thread of that warpgroup, 0 without.
+    """
+
+    STAGES: int
+    OWN_DQ: bool
+    REGISTERS: int
+    DQ_REGISTERS: int
+
+
+# head dimension of q, k and v -> tile
+HOPPER_BACKWARD_TILES = {
+    64: HopperBackwardTile(3, True, 184, 104),
+    128: HopperBackwardTile(2, False, 240, 0),
+}

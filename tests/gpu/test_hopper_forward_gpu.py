@@ -101,6 +101,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ragged": {"lengths": "ragged"},
     "extreme": {"lengths": "extreme"},
     "documents": {"segments": "ids"},
+    "pair": {"segments": "pair"},
     "capped": {"softcap": 3.0, "scale": 0.5},
     "dropped": {"dropout_p": 0.2},
     "all": {"segments": "ids", "softcap": 20.0, "dropout_p": 0.1},
@@ -128,8 +129,10 @@ def test_features(feature, batch, size, head_dim, window, poisoned):
     )
     inputs = case.build(torch.bfloat16 if batch > 2 else torch.float16, "cuda")
     if batch > 2 and "segment_ids" in inputs.options:
-        inputs.options["segment_ids"][1, ::7] = -1  # padding in every tile, and nothing else in one row
-        inputs.options["segment_ids"][2] = -1
+        ids = inputs.options["segment_ids"]
+        ids = ids[1] if isinstance(ids, tuple) else ids
+        ids[1, ::7] = -1  # padding in every tile, and nothing else in one row
+        ids[2] = -1
     compare_on(inputs, case, keep_of(case, 5, "cuda"), seed=5)
 
 
@@ -143,9 +146,19 @@ def test_lengths_of_other_keys(size, causal, head_dim, poisoned):
     compare(case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [(100, 700), (700, 100), (513, 900)], ids=str)
+def test_segments_of_other_keys(size, causal, head_dim, poisoned):
+    case = Case(
+        batch=5, q_heads=4, q_len=size[0], kv_len=size[1], head_dim=head_dim, causal=causal, segments="pair"
+    )
+    compare(case, torch.bfloat16)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("feature", ["kv_lengths", "segment_ids"])
+@pytest.mark.parametrize("feature", ["kv_lengths", "segment_ids", "pair"])
 def test_what_padding_holds_reaches_nothing(feature, causal, head_dim):
     size = 700
     q, k, v = torch.randn(3, 6, 4, size, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -158,6 +171,14 @@ def test_what_padding_holds_reaches_nothing(feature, causal, head_dim):
         ids = (at // 300).int().repeat(6, 1)
         ids[0, :200], ids[1, 500:], ids[2, ::3], ids[3, 64:128], ids[4] = -1, -2, -1, -1, -9
         options, hidden = {feature: ids}, ids < 0
+        if feature == "pair":
+            q_ids = ids.clone()
+            q_ids[:3].clamp_(min=0)  # padded queries see what is before them, and nobody what they hold
+            q_ids[5] = 7  # none of these queries' keys
+            q_ids[5, -1] = 0  # which sees another's document
+            options, hidden = {"segment_ids": (q_ids, ids)}, hidden.clone()
+            hidden[5] = ids[5] != 0
+            assert (ids[5] == 0).any()
     want = attention(q, k, v, causal=causal, return_lse=True, backend="hopper", **options)
     for poison in (torch.nan, torch.inf):
         dirty = [x.masked_fill(hidden[:, None, :, None], poison) for x in (k, v)]

@@ -1,6 +1,6 @@
-"""Any call of the kernels on a GPU equals the oracle; `PROPERTY_EXAMPLES=400` is the long run: 10,000 calls.
+"""Any call of the kernels on a GPU equals the oracle; `PROPERTY_EXAMPLES=200` is the long run: 10,000 calls.
 
-Compiling takes longer than running, so an example is a call and some like it that need few other kernels.
+Compiling takes longer than running, so an example is a call and others like it that need no other kernels.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = st.one_of(st.sampled_from([16, 32, 64, 80, 96, 128, 160, 192, 256]), st.integers(1, 256))
 LONGEST = 1100
-CALLS = 25  # of an example
+CALLS = 50  # of an example
+ALIGNED = 16  # what Triton asks of a number: code for its multiples is not code for others
 
 
 def alike(call: Call) -> Iterator[Call]:
-    """The call, and others with other lengths, batches, memory and values: `CALLS` in all."""
+    """The call, and others with other lengths, masks and values: `CALLS` in all.
+
+    A length keeps its remainder, and so does every stride.
+    """
     yield call
     rng = random.Random(repr(call))
+    shared = call.case.q_len == call.case.kv_len
     for _ in range(CALLS - 1):
-        q_len, kv_len = rng.randint(1, LONGEST), rng.randint(1, LONGEST)
-        if call.case.q_len == call.case.kv_len:
-            kv_len = q_len
-        case = replace(
-            call.case, q_len=q_len, kv_len=kv_len, batch=rng.randint(1, 3), seed=rng.randrange(1000)
+        q_len, kv_len = (
+            rng.randrange(length % ALIGNED or ALIGNED, LONGEST + 1, ALIGNED)
+            for length in (call.case.q_len, call.case.kv_len)
         )
-        yield replace(call, case=case, strides=None if call.strides is None else case.seed)
+        case = replace(call.case, q_len=q_len, kv_len=q_len if shared else kv_len, seed=rng.randrange(1000))
+        yield replace(call, case=case)
 
 
-@searched(calls(DTYPES, longest=LONGEST, head_dims=HEAD_DIMS), examples=60)
+@searched(calls(DTYPES, longest=LONGEST, head_dims=HEAD_DIMS), examples=8)
 def test_any_call(call: Call) -> None:
     """Memory that a kernel allocates and does not write holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)

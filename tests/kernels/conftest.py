@@ -16,13 +16,14 @@ import torch
 INTERPRETED = [
     "test_forward.py",
     "test_backward.py",
+    "test_hopper_backward_rows.py",
     "test_launch.py",
     "test_mask_gradient.py",
     "test_primitives.py",
     "test_properties.py",
     "test_segments.py",
 ]
-COMPILED = ["test_tiles_compiled.py", "test_hopper_forward.py"]
+COMPILED = ["test_tiles_compiled.py", "test_hopper_forward.py", "test_hopper_backward.py"]
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from streamattn import attention
 from streamattn.pattern import UNBOUNDED
-from tests.cases import MASKS, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of, run
+from tests.cases import MASKS, Beside, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of, run
+from tests.gpu.peers import compare
 from tests.kernels.test_forward import LIMITED, OPTIONS, case_of, limited, visible_tiles
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
+from tests.peers import rounded
 
 BACKWARD_OPTIONS: dict[str, list[Any]] = {
     **OPTIONS,
@@ -22,11 +26,21 @@ BACKWARD_OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def check(case: Case, dtype: torch.dtype = torch.float32, *, with_lse: bool = True) -> None:
+PAIRS = pairwise(BACKWARD_OPTIONS)
+
+
+def three(case: Case, dtype: torch.dtype, *, with_lse: bool = True) -> tuple[Result, Result, Result]:
+    """Ours, what is wanted, and the peer's."""
     inputs = case.build(dtype)
     if not with_lse:
         inputs.dlse.zero_()
-    judge(backward(inputs, seed=11), expected(inputs, keep_of(case, 11)), dtype, case)
+    keep = keep_of(case, 11)
+    return backward(inputs, seed=11), expected(inputs, keep), rounded(inputs, keep)
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    got, want, peer = three(case, dtype)
+    judge(got, want, dtype, case, peer=peer)
 
 
 def backward(inputs: Inputs, seed: int = 0) -> Result:
@@ -34,18 +48,71 @@ def backward(inputs: Inputs, seed: int = 0) -> Result:
     return run(lambda *a, **o: attention(*a, **o, return_lse=True, backend="triton"), inputs)
 
 
-@pytest.mark.parametrize("row", pairwise(BACKWARD_OPTIONS), ids=lambda row: "-".join(map(str, row.values())))
-def test_every_pair_of_options(row, use_tile):
-    row = dict(row)
+@functools.cache
+def of_pair(at: int) -> tuple[Result, Result, Result]:
+    """`three` of a row of `PAIRS`; the tile must have been chosen."""
+    case, dtype = case_of({name: value for name, value in PAIRS[at].items() if name != "with_lse"})
+    return three(case, dtype, with_lse=PAIRS[at]["with_lse"])
+
+
+@pytest.mark.parametrize("at", range(len(PAIRS)), ids=lambda at: "-".join(map(str, PAIRS[at].values())))
+def test_every_pair_of_options(at, use_tile):
+    row = PAIRS[at]
     use_tile(*row["tile"])
-    with_lse = row.pop("with_lse")
-    case, dtype = case_of(row)
-    check(case, dtype, with_lse=with_lse)
+    got, want, peer = of_pair(at)
+    judge(got, want, row["dtype"], row, peer=peer)
+
+
+def test_float32_error_over_all_pairs_is_that_of_the_least_rounding(use_tile):
+    """Most of them are too small to tell by themselves."""
+    beside = Beside(torch.float32)
+    for at, row in enumerate(PAIRS):
+        if row["dtype"] == torch.float32:
+            use_tile(*row["tile"])
+            beside.add(*of_pair(at))
+    beside.judge()
+
+
+MANY_QUERIES: dict[str, Any] = {"q_len": 64, "kv_len": 128, "head_dim": 32}
+OF_SDPA: list[dict[str, Any]] = [
+    {"causal": True},
+    {"window_size": (20, 30)},
+    {"segments": "pair"},
+    {"mask": "bool"},
+    {"mask": "additive"},
+    {"mask": "additive_keys"},
+]
+OF_OUR_OWN: list[dict[str, Any]] = [
+    {"q_heads": 4, "causal": True},
+    {"head_dim": 20, "value_dim": 40},
+    {"lengths": "ragged", "causal": True},
+    {"mask": "trained_full"},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"dropout_p": 0.3},
+    {"softcap": 2.0, "mask": "trained", "window_size": 40, "dropout_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, *OF_SDPA, *OF_OUR_OWN], ids=str)
+def test_error_is_that_of_the_least_rounding(options, dtype, use_tile):
+    use_tile(64, 64)
+    check(Case(**MANY_QUERIES | options), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, *OF_SDPA], ids=str)
+def test_error_is_that_of_pytorchs_own(options, dtype, use_tile):
+    """Math in float32, and in float16 flash, which on the CPU takes masks too."""
+    use_tile(64, 64)
+    peer = SDPBackend.MATH if dtype == torch.float32 else SDPBackend.FLASH_ATTENTION
+    compare(Case(**MANY_QUERIES | options).build(dtype), backward, peer, options)
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (17, 40), (80, 80), (96, 64), (128, 128), (256, 256)], ids=str)
 def test_any_head_dim(dims):
-    check(Case(batch=1, q_heads=1, kv_heads=1, q_len=35, kv_len=40, head_dim=dims[0], value_dim=dims[1]))
+    check(Case(batch=3, q_heads=1, kv_heads=1, q_len=35, kv_len=40, head_dim=dims[0], value_dim=dims[1]))
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 65])
@@ -219,6 +286,7 @@ def test_opcheck(options, dtype):
         case.softcap or 0.0,
         0.0,
         "triton",
+        None,
     )
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.streamattn.attention_forward.default, (q, k, v, *rest), test_utils=utils)

@@ -12,6 +12,7 @@ from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
+from tests.peers import rounded
 
 # A pair of tiles costs some milliseconds. These sizes give few a head, ragged and round, below and above the
 # diagonal. On GPUs tiles are square, wide and tall, so all of these are tried.
@@ -69,7 +70,8 @@ def wanted(inputs: Inputs, keep: torch.Tensor | None = None) -> Result:
 
 def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
     inputs = case.build(dtype)
-    judge(forward(inputs, seed=11), wanted(inputs, keep_of(case, 11)), dtype, case)
+    keep = keep_of(case, 11)
+    judge(forward(inputs, seed=11), wanted(inputs, keep), dtype, case, peer=rounded(inputs, keep))
 
 
 @pytest.mark.parametrize("row", pairwise(OPTIONS), ids=lambda row: "-".join(map(str, row.values())))
@@ -84,7 +86,7 @@ def test_every_pair_of_options(row, use_tile):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_any_head_dim(dims, dtype):
     check(
-        Case(batch=1, q_heads=1, kv_heads=1, q_len=35, kv_len=40, head_dim=dims[0], value_dim=dims[1]), dtype
+        Case(batch=3, q_heads=1, kv_heads=1, q_len=35, kv_len=40, head_dim=dims[0], value_dim=dims[1]), dtype
     )
 
 
@@ -160,7 +162,9 @@ def test_lengths_on_the_way_to_the_kernel_are_clamped():
     inputs = Case(kv_len=40, causal=True).build()
     arguments = [inputs.q, inputs.k, inputs.v, None, None, None, torch.tensor([-5, 1000]), None, None]
     with torch.no_grad():
-        out, lse = torch.ops.streamattn.attention_forward(*arguments, 0.25, 1 << 30, 0, 0.0, 0.0, "triton")
+        out, lse = torch.ops.streamattn.attention_forward(
+            *arguments, 0.25, 1 << 30, 0, 0.0, 0.0, "triton", None
+        )
     inputs.options["kv_lengths"] = torch.tensor([0, 40])
     judge(Result({"out": out, "lse": lse}), wanted(inputs), torch.float32)
 
@@ -198,7 +202,7 @@ def test_a_key_hidden_by_an_additive_mask_is_hidden_from_rows_past_the_end_too()
 def test_lengths_beyond_int32_are_clamped():
     q, k, v = (torch.randn(1, 1, length, 16) for length in (6, 64, 64))
     lengths = torch.tensor([2**32 + 3])
-    options = (None, None, None, lengths, None, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton")
+    options = (None, None, None, lengths, None, None, 0.25, UNBOUNDED, UNBOUNDED, 0.0, 0.0, "triton", None)
     out, _ = torch.ops.streamattn.attention_forward(q, k, v, *options)
     torch.testing.assert_close(out, attention(q, k, v, scale=0.25, backend="reference"), atol=1e-5, rtol=1e-5)
 

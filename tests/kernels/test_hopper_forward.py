@@ -62,7 +62,7 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..
         kv_lengths = torch.empty(5, dtype=torch.int32, device="meta") if lengths else None
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p > 0.0 else None
         hopper_forward.attention_forward(
-            q, k, v, spans, ids, kv_lengths, seed, 0.1, *window, softcap, dropout_p
+            q, k, v, spans, ids, ids, kv_lengths, seed, 0.1, *window, softcap, dropout_p
         )
         return compiled(seen[-1], "sm_90", tmp_path)
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import streamattn.kernels.launch as launch_file
 from streamattn import attention
+from streamattn.kernels import forward
 from streamattn.kernels.launch import BY_LENGTH, UNSPECIALIZED, call_arguments, product_precision
 from streamattn.kernels.tiles import Tile
 from streamattn.pattern import UNBOUNDED
@@ -223,6 +224,67 @@ def test_a_profiler_of_tritons_hears_of_each_launch(fake, monkeypatch):
     fake(torch.zeros(20))
     assert len(kernel.by_triton) == 2
     assert kernel.short == []
+
+
+def again(kernel: FakeKernel, x: Tensor) -> bool:
+    """Launches by the shortest way what `fake` launched on x and no y."""
+    return launch_file.launch_again(kernel, (x.shape, x.stride(), x.dtype, True, 16), (x,), ())
+
+
+def test_a_plan_is_launched_again_as_the_long_way_would(fake):
+    x, store = torch.zeros(20), torch.zeros(21)
+    kernel = fake(x)
+    assert not again(kernel, torch.zeros(24))  # of which nothing is planned
+    fake(store[1:])
+    assert not again(kernel, store[1:])  # not at whole 16 bytes
+    assert kernel.short == []
+    fake(x)
+    assert again(kernel, x)
+    assert kernel.short[1] == kernel.short[0]
+
+
+def test_a_profiler_of_tritons_has_nothing_launched_again(fake, monkeypatch):
+    kernel = fake(torch.zeros(20))
+    monkeypatch.setattr(launch_file, "_hooked", lambda: True)
+    assert not again(kernel, torch.zeros(20))
+    assert kernel.short == []
+
+
+def test_a_call_of_a_kind_is_launched_again_as_its_first_was(fake, monkeypatch):
+    """On other tensors and more keys, each argument in its place."""
+    kernel = fake(torch.zeros(20))
+    kernel.by_triton.clear()
+    kernel.arg_names = tuple(forward.attention_fwd_kernel.arg_names)
+    monkeypatch.setattr(forward, "attention_fwd_kernel", kernel)
+    on_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(forward, "_empty_strided_cuda", on_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    options: Any = (None, None, None, None, None, None, 0.3, 40, 0, 2.0, 0.0)
+
+    def inputs(kv_len: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
+        q = torch.randn(2, 1, 4, 64, dtype=dtype).transpose(1, 2)
+        return q, torch.randn(2, 2, kv_len, 64, dtype=dtype), torch.randn(2, 2, kv_len, 32, dtype=dtype)
+
+    q, k, v = inputs(100)
+    forward.attention_forward(q, k, v, *options, kind="a kind")
+    repeat = forward.repeat_attention_forward(q, v, "a kind")
+    q, k, v = inputs(117)
+    served = repeat(q, k, v)
+    assert served is not None
+    out, lse = served
+    assert len(kernel.by_triton) == len(kernel.short) == 1
+    short = dict(zip(kernel.arg_names, kernel.short[0][9:], strict=True))
+    launch_file._compiled.clear()
+    want_out, want_lse = forward.attention_forward(q, k, v, *options)
+    for got, want in ((out, want_out), (lse, want_lse)):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    assert list(short.values())[:5] == [x.data_ptr() for x in (q, k, v, out, lse)]
+    names = [name for name in kernel.arg_names[5:] if name != "heads_per_group"]  # for the cache alone
+    assert {name: short[name] for name in names} == {name: kernel.by_triton[1][name] for name in names}
+    assert (short["kv_len"], short["stride_k_h"], short["window_left"]) == (117, 117 * 64, 40)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert repeat(q, k, v) is None
 
 
 class Encoders:

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from streamattn.kernels import segments as module
 from streamattn.kernels.segments import BLOCK, WHOLE, query_spans
 
+TILE = 128  # keys of the longest one that a kernel reads
 WINDOWS = [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (30, 0), (40, 70)]
 
 
@@ -34,13 +35,12 @@ def drawn(kind: str, size: int) -> Tensor:
     return ids.int()
 
 
-def seen(ids: Tensor, window: tuple[int, int]) -> Tensor:
-    """bool [T, T] of one sequence."""
-    at = torch.arange(len(ids))
-    offset = at[None, :] - at[:, None]
-    return (
-        (ids[:, None] == ids[None, :]) & (ids >= 0)[:, None] & (offset >= -window[0]) & (offset <= window[1])
-    )
+def seen(q_ids: Tensor, kv_ids: Tensor, window: tuple[int, int]) -> Tensor:
+    """bool [Tq, Tk] of one sequence."""
+    place = torch.arange(len(q_ids)) + len(kv_ids) - len(q_ids)
+    offset = torch.arange(len(kv_ids))[None, :] - place[:, None]
+    alike = (q_ids[:, None] == kv_ids[None, :]) & (q_ids >= 0)[:, None]
+    return alike & (offset >= -window[0]) & (offset <= window[1])
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -48,36 +48,71 @@ def seen(ids: Tensor, window: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("kind", ["documents", "random", "padded", "padding"])
 def test_no_seen_key_is_outside_and_no_hidden_one_in_the_whole(kind, size, window):
     segments = drawn(kind, size)
-    spans, _ = query_spans(segments, *window)
-    assert spans.shape == (2, -(-size // BLOCK), 4)
+    check_spans(segments, segments, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 70), (100, 65), (64, 64), (200, 300), (300, 130)], ids=str)
+@pytest.mark.parametrize("kinds", [("documents", "documents"), ("padded", "padded"), ("random", "documents")])
+def test_pairs(kinds, sizes, window):
+    """Queries and keys have segments of their own; a key that no query sees is padding."""
+    q_segments, kv_segments = (drawn(kind, size) for kind, size in zip(kinds, sizes, strict=True))
+    q_ids, kv_ids = check_spans(q_segments, kv_segments, window)
+    assert torch.equal(q_ids[:, : sizes[0]], q_segments.clamp(min=-1))
     for b in range(2):
-        visible = seen(segments[b], window)
-        for block, (first, end, whole_first, whole_end) in enumerate(spans[b].tolist()):
+        some = seen(q_segments[b], kv_segments[b], window).any(0)
+        assert torch.equal(kv_ids[b, : sizes[1]], torch.where(some, kv_segments[b], -1))
+    assert (q_ids[:, sizes[0] :] >= 0).all()
+    assert (kv_ids[:, sizes[1] :] >= 0).all()
+
+
+def check_spans(q_segments: Tensor, kv_segments: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Spans hold every key that their queries see, and whole ones no other; returns the ids."""
+    spans, q_ids, kv_ids = query_spans(q_segments, kv_segments, *window)
+    size = q_segments.shape[1]
+    shift = kv_segments.shape[1] - size
+    assert spans.shape == (2, -(-size // BLOCK), 8)
+    for b in range(2):
+        visible = seen(q_segments[b], kv_segments[b], window)
+        for block, (first, end, whole_first, whole_end, padded, *_) in enumerate(spans[b].tolist()):
             rows = range(block * BLOCK, min(block * BLOCK + BLOCK, size))
             keys = visible[rows].any(0).nonzero().flatten().tolist()
             if keys:
                 assert first <= keys[0]
                 assert keys[-1] < end
+                near = kv_ids[b, first // TILE * TILE : -(-end // TILE) * TILE]
+                assert padded or (near >= 0).all()
             # what the window hides from some of the rows is the caller's to leave out
-            inside = [
-                j for j in range(whole_first, whole_end) if rows[-1] - window[0] <= j <= rows[0] + window[1]
-            ]
+            low, high = rows[-1] + shift - window[0], rows[0] + shift + window[1]
+            inside = [j for j in range(whole_first, whole_end) if low <= j <= high]
             assert visible[rows][:, inside].all()
+    return q_ids, kv_ids
 
 
 def test_spans_of_documents_are_tight():
     segments = torch.tensor([0] * 100 + [3] * 156 + [4] * 64, dtype=torch.int32)[None]
-    spans, _ = query_spans(segments, UNBOUNDED, UNBOUNDED)
-    assert spans[0].tolist() == [
-        [0, 100, 0, 100],
-        [0, 256, 64, 0],
-        *[[100, 256, 100, 256]] * 2,
-        [256, 320, 256, 320],
+    spans, _, _ = query_spans(segments, segments, UNBOUNDED, UNBOUNDED)
+    assert spans[0, :, :5].tolist() == [
+        [0, 100, 0, 100, 0],
+        [0, 256, 100, 0, 0],
+        *[[100, 256, 100, 256, 0]] * 2,
+        [256, 320, 256, 320, 0],
     ]
 
 
+def test_only_tiles_beside_padding_are_called_padded():
+    segments = torch.zeros(1, 1024, dtype=torch.int32)
+    segments[0, 512:] = 1
+    segments[0, 1000:] = -1
+    spans, _, _ = query_spans(segments, segments, UNBOUNDED, 0)
+    assert spans[0, :, 4].tolist() == [0] * 14 + [1] * 2
+    spans, _, _ = query_spans(segments, segments, UNBOUNDED, UNBOUNDED)
+    assert spans[0, :, 4].tolist() == [0] * 8 + [1] * 8
+
+
 def test_padding_sees_nothing():
-    spans, _ = query_spans(drawn("padding", 100), UNBOUNDED, UNBOUNDED)
+    segments = drawn("padding", 100)
+    spans, _, _ = query_spans(segments, segments, UNBOUNDED, UNBOUNDED)
     assert (spans[..., 1] <= spans[..., 0]).all()
     assert (spans[..., 3] <= spans[..., 2]).all()
 
@@ -85,7 +120,8 @@ def test_padding_sees_nothing():
 @pytest.mark.parametrize("size", [1, 767, 768, 769])
 def test_ids_can_be_read_in_whole_tiles(size):
     segments = torch.randint(-5, 5, (2, 2 * size)).int()[:, ::2]
-    _, ids = query_spans(segments, UNBOUNDED, 0)
+    _, ids, same = query_spans(segments, segments, UNBOUNDED, 0)
+    assert same is ids
     assert ids.shape == (2, -(-size // WHOLE) * WHOLE)
     assert torch.equal(ids[:, :size], segments.clamp(min=-1))
     assert (ids[:, size:] >= 0).all()

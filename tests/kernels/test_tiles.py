@@ -52,6 +52,22 @@ def test_the_passes_have_the_same_rows():
         assert forward == dq == dkdv == sorted(forward)
 
 
+SHARED_BYTES = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}  # of a block, at most
+
+
+# triton-lang/triton#8182: out of shared memory at a large head_dim
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("name", PASSES)
+def test_what_is_in_flight_fits_a_block(name, arch):
+    """The tiles that a pass loads ahead, two a stage; `test_tiles_compiled.py` knows all of it."""
+    for itemsize in ITEMSIZES:
+        for head_dim in _TABLES[name, arch, itemsize]:
+            tile = choose_tile(name, arch, head_dim, itemsize, dense_mask=False)
+            rows = tile.BLOCK_M if name == "dkdv" else tile.BLOCK_N
+            assert 2 * tile.num_stages * rows * head_dim * itemsize <= SHARED_BYTES[arch], head_dim
+
+
+# triton-lang/triton#8182: a GPU gets the tiles of those whose blocks have as much
 @pytest.mark.parametrize(
     ("capability", "family"),
     [
@@ -62,7 +78,9 @@ def test_the_passes_have_the_same_rows():
         ((8, 9), "sm_86"),
         ((9, 0), "sm_90"),
         ((10, 0), "sm_90"),
+        ((10, 3), "sm_90"),
         ((12, 0), "sm_86"),
+        ((12, 1), "sm_86"),
     ],
 )
 def test_families_follow_the_shared_memory_of_a_block(capability, family):

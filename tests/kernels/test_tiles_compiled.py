@@ -6,6 +6,7 @@ without storage, so what is compiled here is what a GPU would be given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import streamattn.kernels.launch
 from streamattn.kernels import backward, forward, mask_gradient
-from tests.offline import SHARED_BYTES, Launch, compiled, undefined_reads
+from tests.offline import SHARED_BYTES, Compiled, Launch, compiled, undefined_reads
 
 
 @pytest.fixture
@@ -106,6 +107,53 @@ def test_the_main_case_uses_wgmma_and_spills_little(launches, head_dim, most_spi
         assert binary.shared <= SHARED_BYTES["sm_90"], (name, binary)
 
 
+# under a causal mask: products of a pair of tiles, and copies of the loop around them
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+COPIES = {"forward": 2, "dq": 2, "dkdv": 3}
+
+
+def tf32_multiplications(binary: Compiled, num_warps: int) -> int:
+    """What the tensor cores of a program multiply in TF32 if each instruction of the code runs once."""
+    total = 0
+    for name, count in binary.products.items():
+        by_warp = re.fullmatch(r"HMMA\.168(4|8)\.F32\.TF32", name)  # 16 x 8 x 4 or 8
+        by_group = re.fullmatch(r"HGMMA\.64x(\d+)x8\.F32\.TF32", name)
+        if by_warp is not None:
+            total += count * num_warps * 16 * 8 * int(by_warp[1])
+        elif by_group is not None:
+            total += count * num_warps // 4 * 64 * int(by_group[1]) * 8
+    return total
+
+
+def check_float32_products(name: str, launch: Launch, binary: Compiled) -> None:
+    """Raises unless every product of a causal pass runs on the tensor cores, in three steps of TF32."""
+    sizes = {x: launch.arguments[x] for x in ("BLOCK_M", "BLOCK_N", "BLOCK_D", "num_warps")}
+    assert launch.arguments["BLOCK_DV"] == sizes["BLOCK_D"]
+    wanted = 3 * COPIES[name] * PRODUCTS[name] * sizes["BLOCK_M"] * sizes["BLOCK_N"] * sizes["BLOCK_D"]
+    assert tf32_multiplications(binary, sizes["num_warps"]) >= wanted, (name, sizes, binary.products)
+    assert all(each.endswith(".TF32") for each in binary.products), (name, binary.products)
+
+
+@pytest.mark.parametrize(("arch", "unit"), [("sm_80", "HMMA"), ("sm_90", "HGMMA")])
+def test_float32_runs_on_the_tensor_cores_in_three_steps(launches, arch, unit, tmp_path):
+    for name, launch in launches(arch, torch.float32, 64, {}).items():
+        binary = compiled(launch, arch, tmp_path)
+        assert binary.instructions[unit] > 0, (name, binary.products)
+        check_float32_products(name, launch, binary)
+
+
+def test_tf32_where_pytorch_allows_it_is_one_step(launches, tmp_path):
+    torch.set_float32_matmul_precision("high")
+    try:
+        launch = launches("sm_80", torch.float32, 64, {})["forward"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    binary = compiled(launch, "sm_80", tmp_path)
+    assert binary.products
+    with pytest.raises(AssertionError, match="forward"):
+        check_float32_products("forward", launch, binary)
+
+
 EDGES = (512, 64)
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -128,6 +176,8 @@ def test_every_row_fits(launches, arch, dtype, head_dim, tmp_path):
         for name, launch in launches(arch, dtype, head_dim, call).items():
             binary = compiled(launch, arch, tmp_path)
             assert binary.shared <= SHARED_BYTES[arch], (title, name, binary.shared)
+            if dtype == torch.float32 and not call:
+                check_float32_products(name, launch, binary)
             # the gradient of a float32 mask spills more and is let be: it is rare
             if name != "dmask":
                 assert binary.spills < binary.instructions.total() / 4, (title, name, binary.spills)

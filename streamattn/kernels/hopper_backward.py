@@ -1,0 +1,298 @@
+"""Attention backward for Hopper (compute capability 9.0), in Gluon: dq, dk and dv in one walk of the tiles.
+
+Three kernels. The first leaves the statistics of the rows, ``lse`` in base 2 and ``delta = rowsum(dout * out)
+- dlse``, and clears the float32 sums of dq. In the second a program has CONSUMERS * 64 keys of one
+(batch, key head), whose dk and dv its consumers keep in registers; it walks the tiles of 64 queries that see
+them, over all query heads of the group, while one warp copies by TMA. Each tile's share of dq is added to the
+sums by TMA. Its product belongs to the consumers, each taking half of the columns, or where registers suffice
+(head dimension 64) to a warpgroup of its own, so that no consumer ever waits for another. The third kernel
+scales and rounds dq.
+
+Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
+inputs; dq is not, since its sums take their terms as they come: `backward` serves who asks for that. Left out
+on purpose, and left to it: all but full and causal attention at head dimensions 64 and 128 (see
+`dispatch.unsupported_backward`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from streamattn.kernels.hopper_backward_warps import (
+    CONSUMERS,
+    DS_BUFFERS,
+    ROWS,
+    consumer,
+    dq_worker,
+    producer,
+)
+from streamattn.kernels.hopper_launch import descriptor, flat_descriptor, group_of_heads
+from streamattn.kernels.launch import (
+    UNSPECIALIZED,
+    call_key,
+    device_guard,
+    heads_last,
+    launch,
+    multiprocessor_count,
+    strides,
+)
+from streamattn.kernels.primitives import LOG2E
+from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES
+from streamattn.pattern import UNBOUNDED, open_sides
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def hopper_bwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    stats_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    batch,
+    num_heads,
+    group,
+    q_len,
+    kv_len,
+    heads_per_group,
+    scale,
+    STAGES: gl.constexpr,
+    OWN_DQ: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASKS: gl.constexpr,
+):
+    """dk, dv [B, Hkv, Tk, D], and sums of dq; CAUSAL: q_len <= kv_len; MASKS: some tile is tested."""
+    dtype: gl.constexpr = q_desc.dtype
+    k_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    ds_smem = gl.allocate_shared_memory(dtype, [DS_BUFFERS * CONSUMERS, ROWS, ROWS], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [1 if OWN_DQ else CONSUMERS, 16, 256], dq_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [DS_BUFFERS, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(dout_full.index(i), count=1)
+    for i in gl.static_range(DS_BUFFERS):
+        mbarrier.init(ds_free.index(i), count=1)
+    fence_async_shared()
+
+    shape = (batch, num_heads, group, q_len, kv_len, heads_per_group)
+    buffers = (k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, ds_smem, dq_smem)
+    barriers = (k_full, v_full, q_full, dout_full, ds_free)
+    job = (dk_desc, dv_desc, dq_desc, buffers, barriers, shape, scale)
+    feed = ((q_desc, k_desc, v_desc, dout_desc, stats_desc), buffers, barriers, shape)
+    # the first consumer has the program's own warps and what the others leave of the registers
+    if OWN_DQ:
+        gl.warp_specialize(
+            [
+                (consumer, (job, 0, CAUSAL, MASKS, OWN_DQ)),
+                (consumer, (job, 1, CAUSAL, MASKS, OWN_DQ)),
+                (dq_worker, (job, CAUSAL, MASKS)),
+                (producer, (feed, CAUSAL, MASKS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, DQ_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (job, 0, CAUSAL, MASKS, OWN_DQ)),
+                (consumer, (job, 1, CAUSAL, MASKS, OWN_DQ)),
+                (producer, (feed, CAUSAL, MASKS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def hopper_bwd_prepare_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    stats_ptr,
+    sums_ptr,
+    stride_out_b,
+    stride_out_h,
+    stride_out_t,
+    stride_dout_b,
+    stride_dout_h,
+    stride_dout_t,
+    stride_lse_b,
+    stride_lse_h,
+    stride_lse_t,
+    stride_dlse_b,
+    stride_dlse_h,
+    stride_dlse_t,
+    batch,
+    num_heads,
+    q_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """stats [2, B, Hq, padded]: lse in base 2, or +inf where a row sees nothing or is none, delta; zeros."""
+    num_tiles = tl.cdiv(q_len, BLOCK_M)
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    i = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    mask = i < q_len
+    rows = i.to(tl.int64)
+    cols = tl.arange(0, HEAD_DIM)
+    out_ptrs = out_ptr + b * stride_out_b + h * stride_out_h + rows[:, None] * stride_out_t + cols
+    dout_ptrs = dout_ptr + b * stride_dout_b + h * stride_dout_h + rows[:, None] * stride_dout_t + cols
+    out = tl.load(out_ptrs, mask=mask[:, None], other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptrs, mask=mask[:, None], other=0.0).to(tl.float32)
+    lse_ptrs = lse_ptr + b * stride_lse_b + h * stride_lse_h + rows * stride_lse_t
+    lse = tl.load(lse_ptrs, mask=mask, other=float("-inf"))
+    delta = tl.sum(out * dout, 1)
+    if HAS_DLSE:
+        dlse_ptrs = dlse_ptr + b * stride_dlse_b + h * stride_dlse_h + rows * stride_dlse_t
+        delta -= tl.load(dlse_ptrs, mask=mask, other=0.0)
+    at = head * num_tiles * BLOCK_M + rows
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    tl.store(stats_ptr + at, lse2)
+    tl.store(stats_ptr + batch.to(tl.int64) * num_heads * num_tiles * BLOCK_M + at, delta)
+    tl.store(sums_ptr + at[:, None] * HEAD_DIM + cols, tl.zeros([BLOCK_M, HEAD_DIM], tl.float32))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def hopper_bwd_finish_kernel(
+    sums_ptr,
+    dq_ptr,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_t,
+    num_heads,
+    q_len,
+    scale,
+    HEAD_DIM: tl.constexpr,
+):
+    """dq [B, Hq, Tq, D] from its sums, tiles of 64 queries in 64 columns each in the order of `add_dq`."""
+    num_tiles = tl.cdiv(q_len, 64)
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    m = tl.program_id(0) % num_tiles
+    rows = m * 64 + tl.arange(0, 64)  # [64]
+    sums_ptr += (head * num_tiles + m) * (64 * HEAD_DIM)
+    dq_ptr += b * stride_dq_b + h * stride_dq_h
+    for part in tl.static_range(HEAD_DIM // 64):
+        x = tl.load(sums_ptr + part * 4096 + tl.arange(0, 4096)) * scale
+        # warp, half, row of eight, block of eight columns, pair, column
+        x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
+        cols = part * 64 + tl.arange(0, 64)
+        dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_dq_t + cols
+        tl.store(dq_ptrs, x.to(dq_ptr.dtype.element_ty), mask=(rows < q_len)[:, None])
+
+
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of a call that `dispatch.unsupported_backward` lets pass; see `streamattn.ops`."""
+    batch, num_heads, q_len, head_dim = q.shape
+    num_kv_heads, kv_len = k.shape[1:3]
+    dq, dk, dv = (heads_last(x, head_dim) for x in (q, k, v))
+    _, window_right = open_sides(q_len, kv_len, UNBOUNDED, window_right)
+    causal = window_right < UNBOUNDED
+    live_dq = dq
+    if causal and q_len > kv_len:  # the first queries see nothing, and may hold anything
+        blind = q_len - kv_len
+        dq[:, :, :blind] = 0.0
+        q, out, dout, lse, live_dq = (x[:, :, blind:] for x in (q, out, dout, lse, dq))
+        dlse = None if dlse is None else dlse[:, :, blind:]
+        q_len = kv_len
+    tile = HOPPER_BACKWARD_TILES[head_dim]
+    rows, keys = ROWS.value, CONSUMERS.value * ROWS.value
+    q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
+    stats = lse.new_empty(2 * q_tiles * rows)
+    sums = lse.new_empty((q_tiles * rows * head_dim // 256, 256))
+
+    def prepare_arguments() -> tuple[int, dict[str, Any]]:
+        return q_tiles, dict(
+            **strides("out", out),
+            **strides("dout", dout),
+            **strides("lse", lse),
+            **strides("dlse", dlse),
+            batch=batch,
+            num_heads=num_heads,
+            q_len=q_len,
+            HEAD_DIM=head_dim,
+            BLOCK_M=rows,
+            HAS_DLSE=dlse is not None,
+            num_warps=4,
+        )
+
+    def arguments() -> tuple[int, dict[str, Any]]:
+        multiprocessors, kv_heads = multiprocessor_count(q.get_device()), batch * num_kv_heads
+        return kv_tiles * kv_heads, dict(
+            q_desc=descriptor(q, rows, head_dim),
+            k_desc=descriptor(k, rows, head_dim),
+            v_desc=descriptor(v, rows, head_dim),
+            dout_desc=descriptor(dout, rows, head_dim),
+            stats_desc=flat_descriptor(stats, rows),
+            dq_desc=flat_descriptor(sums, 16, 256),
+            dk_desc=descriptor(dk, rows, head_dim),
+            dv_desc=descriptor(dv, rows, head_dim),
+            batch=batch,
+            num_heads=num_heads,
+            group=num_heads // num_kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads_per_group=group_of_heads(q, window_right, kv_tiles, kv_heads, multiprocessors),
+            scale=scale,
+            STAGES=tile.STAGES,
+            OWN_DQ=tile.OWN_DQ,
+            REGISTERS=tile.REGISTERS,
+            DQ_REGISTERS=tile.DQ_REGISTERS,
+            CAUSAL=causal,
+            MASKS=causal or kv_len % keys > 0,
+            num_warps=4,
+        )
+
+    def finish_arguments() -> tuple[int, dict[str, Any]]:
+        return q_tiles, dict(
+            **strides("dq", live_dq),
+            num_heads=num_heads,
+            q_len=q_len,
+            scale=scale,
+            HEAD_DIM=head_dim,
+            num_warps=4,
+        )
+
+    key = call_key((q, k, v, out, dout, lse, dlse), scale, window_right)
+    with device_guard(q):
+        launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums), prepare_arguments)
+        launch(hopper_bwd_kernel, key, (q, k, v, dout, stats, sums, dk, dv), arguments)
+        launch(hopper_bwd_finish_kernel, key, (sums, live_dq), finish_arguments)
+    return dq, dk, dv

@@ -1,0 +1,250 @@
+"""The Hopper backward on a GPU: numbers, repeats, strides, graphs; what is left to the portable kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from streamattn import attention
+from streamattn.dispatch import Backend, unavailable
+from tests.cases import Case, Inputs, Result, expected, relative_errors, run
+from tests.gpu.peers import compare
+
+pytestmark = pytest.mark.gpu
+
+GRADS = ("dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every call that the Hopper backward serves."""
+    reason = unavailable(Backend.HOPPER, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    from streamattn.kernels import hopper_backward
+
+    calls: list[int] = []
+    original = hopper_backward.attention_backward
+
+    def counting(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(hopper_backward, "attention_backward", counting)
+    return calls
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that a kernel allocates and does not write holds NaN; calls must say deterministic=False."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """dq, dk, dv of the Hopper backward, unless the options say otherwise."""
+    options = {"backend": "hopper", "deterministic": False} | options
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attention(*leaves, **options), leaves, dout)
+
+
+def ours(inputs: Inputs) -> Result:
+    leaves = (inputs.q, inputs.k, inputs.v)
+    out = attention(*leaves, **inputs.options, backend="hopper", deterministic=False)
+    grads = torch.autograd.grad(out, leaves, inputs.dout)
+    return Result(dict(zip(("out", *GRADS), (out.detach(), *grads), strict=True)))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+SIZES = [(64, 64), (513, 513), (1000, 1000), (2048, 2048), (100, 613)]
+
+
+# under a causal mask (900, 450) has queries without keys, of which PyTorch's lower-right mask warns
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("sizes", "causal"), [*((x, False) for x in [*SIZES, (900, 450)]), *((x, True) for x in SIZES)], ids=str
+)
+def test_gradients(sizes, causal, head_dim, served, poisoned):
+    kv_heads = 2 if sizes[0] == sizes[1] else 4  # PyTorch takes no groups with its lower-right mask
+    case = Case(
+        q_heads=4, kv_heads=kv_heads, q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=causal
+    )
+    compare(case.build(torch.bfloat16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
+    assert served
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "fused"])
+@pytest.mark.parametrize("heads", [(6, 1), (3, 3), (9, 3)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_and_layouts(head_dim, heads, layout, served, poisoned):
+    case = Case(
+        batch=3, q_heads=heads[0], kv_heads=heads[1], q_len=513, kv_len=513, head_dim=head_dim, causal=True,
+        layout=layout,
+    )  # fmt: skip
+    compare(case.build(torch.bfloat16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
+    assert served
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16(head_dim, served, poisoned):
+    case = Case(q_heads=4, kv_heads=2, q_len=1000, kv_len=1000, head_dim=head_dim, causal=True)
+    compare(case.build(torch.float16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
+    assert served
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_items_than_multiprocessors(head_dim, served, poisoned):
+    case = Case(batch=20, q_heads=12, kv_heads=12, q_len=300, kv_len=300, head_dim=head_dim, causal=True)
+    compare(case.build(torch.bfloat16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
+    assert served
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sizes", [(513, 513), (900, 450)], ids=str)
+def test_the_gradient_through_lse(sizes, head_dim, served, poisoned):
+    """As close to float64 as the portable kernel."""
+    case = Case(q_heads=4, kv_heads=2, q_len=sizes[0], kv_len=sizes[1], head_dim=head_dim, causal=True)
+    inputs = case.build(torch.bfloat16, "cuda")
+    want = expected(inputs)
+    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    assert served
+    theirs = run(attention, inputs, return_lse=True, backend="triton")
+    for name in GRADS:
+        rms, peak = relative_errors(got[name], want[name], 1e-30)
+        their_rms, their_peak = relative_errors(theirs[name], want[name], 1e-30)
+        assert rms <= 1.1 * their_rms, name
+        assert peak <= 2 * their_peak, name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sizes", [(900, 450), (513, 100)], ids=str)
+def test_what_a_query_without_keys_holds_reaches_nothing(sizes, head_dim, served, poisoned):
+    blind = sizes[0] - sizes[1]
+    q, dout = randn(2, 2, 4, sizes[0], head_dim)
+    k, v = randn(2, 2, 2, sizes[1], head_dim)
+    clean = gradients(q, k, v, dout, causal=True)
+    q[:, :, :blind], dout[:, :, :blind] = torch.nan, torch.inf
+    dq, dk, dv = gradients(q, k, v, dout, causal=True)
+    assert len(served) == 2
+    assert (dq[:, :, :blind] == 0).all()
+    assert dq.isfinite().all()
+    assert torch.equal(dk, clean[1])
+    assert torch.equal(dv, clean[2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_hundred_repeats(causal, head_dim, served):
+    """dk and dv are the same bits each time; dq is the same but for the order of its sums."""
+    q, k, v, dout = randn(4, 2, 6, 1000, head_dim)
+    first = gradients(q, k, v, dout, causal=causal)
+    for _ in range(100):
+        again = gradients(q, k, v, dout, causal=causal)
+        assert torch.equal(again[1], first[1])
+        assert torch.equal(again[2], first[2])
+        assert relative_errors(again[0], first[0], 1e-30)[0] < 2e-3
+    assert len(served) == 101
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_deterministic_one_is_the_portable_kernels(head_dim, served):
+    q, k, v, dout = randn(4, 2, 6, 1000, head_dim)
+    first = gradients(q, k, v, dout, causal=True, deterministic=True)
+    for _ in range(10):
+        again = gradients(q, k, v, dout, causal=True, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, causal=True)
+    try:
+        torch.use_deterministic_algorithms(True)
+        flagged = torch.autograd.grad(out, leaves, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(flagged, first, strict=True))
+    assert not served
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_an_expanded_gradient(head_dim, served):
+    q, k, v = (x.requires_grad_() for x in randn(3, 2, 6, 1000, head_dim))
+    grads = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
+    want = gradients(q, k, v, torch.ones_like(q), causal=True)
+    assert len(served) == 2
+    assert torch.equal(grads[1], want[1])
+    assert torch.equal(grads[2], want[2])
+
+
+def test_a_gradient_that_can_not_be_copied_as_it_is(served):
+    """Rows that start at odd places are the portable kernel's."""
+    q, k, v, dout = randn(4, 2, 6, 1000, 64)
+    odd = torch.empty(2, 6, 1000, 65, device="cuda", dtype=torch.bfloat16)[..., 1:].copy_(dout)
+    got = gradients(q, k, v, odd, causal=True)
+    assert not served
+    want = gradients(q, k, v, dout, causal=True, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_large_strides(served):
+    """Batch strides beyond 2^31 elements."""
+    store = torch.empty(2, 2**30 + 64, 2, device="cuda", dtype=torch.bfloat16)
+    x = store.as_strided((2, 2, 256, 64), (store.stride(0), 64, 128, 1)).normal_()
+    assert x.stride(0) > 2**31
+    got = gradients(x, x, x, x, causal=True)
+    want = gradients(*[x.contiguous()] * 4, causal=True)
+    assert len(served) == 2
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[2], want[2])
+    assert relative_errors(got[0], want[0], 1e-30)[0] < 2e-3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shapes_in_turn(head_dim, served):
+    """Memory that was one call's sums is another's gradient: each has tensor maps of its own."""
+    shapes = [(2, 4, 1000), (1, 3, 513), (3, 2, 2048)]
+    inputs = [randn(4, *shape, head_dim) for shape in shapes]
+    first = [gradients(*x, causal=True) for x in inputs]
+    for _ in range(5):
+        for x, want in zip(inputs, first, strict=True):
+            got = gradients(*x.clone(), causal=True)
+            assert torch.equal(got[1], want[1])
+            assert torch.equal(got[2], want[2])
+            assert relative_errors(got[0], want[0], 1e-30)[0] < 2e-3
+    assert len(served) == 18
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_in_a_cuda_graph(head_dim, served):
+    q, k, v, dout = randn(4, 2, 6, 1000, head_dim).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attention(*leaves, causal=True), leaves, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    assert len(served) == 2
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (*leaves, dout):
+                x.normal_()
+        graph.replay()
+        want = step()
+        assert torch.equal(captured[1], want[1])
+        assert torch.equal(captured[2], want[2])
+        assert relative_errors(captured[0], want[0], 1e-30)[0] < 2e-3
