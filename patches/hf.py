@@ -286,8 +286,8 @@ def attend(
         scale: Factor of the scores; None = ``1 / sqrt(D)``.
         dropout_p: Probability of dropping a weight.
         filled: Number of keys that hold tokens, this call's included; None = all.
-        cu_seqlens: int [N + 1], bounds of the documents of a packed row, as `DataCollatorWithFlattening`
-            gives them.
+        cu_seqlens: int [N + 1], bounds of the documents that B rows of Tq tokens hold one after the other, as
+            `DataCollatorWithFlattening` gives them of one row; on top of what `mask` says.
         need_weights: Whether to compute the attention weights; where they have a gradient, the output is made
             of them.
         window_size: As `attention` takes it.
@@ -324,9 +324,13 @@ def attend(
     if position_bias is not None:
         attn_mask = combine_masks(attn_mask, position_bias[..., : k.shape[2]])
     if cu_seqlens is not None and q_len == k.shape[2]:
-        places = torch.arange(q_len, device=q.device, dtype=cu_seqlens.dtype)
-        documents = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).expand(batch, -1)
-        segment_ids = (documents, documents)
+        places = torch.arange(batch * q_len, device=q.device, dtype=cu_seqlens.dtype).view(batch, q_len)
+        documents = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True)
+        # chunks and padding that the mask says stay: a segment is one of theirs within one document
+        segment_ids = tuple(
+            torch.where(ids < 0, ids, ids * cu_seqlens.numel() + documents)
+            for ids in segment_ids or (torch.zeros_like(documents),) * 2
+        )
     options: dict[str, Any] = {
         "causal": causal,
         "window_size": window_size,

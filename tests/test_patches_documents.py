@@ -116,3 +116,42 @@ def test_a_width_that_a_model_does_not_use(models: tuple[Any, Any], wrapped: Any
     got = wrapped(patched)(ids, position_ids=positions, use_cache=False).logits
     want = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :4], ids[:, 4:])], dim=1)
     assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE
+
+
+def bounds_of(*lengths: int) -> dict[str, Any]:
+    """As `DataCollatorWithFlattening` gives them."""
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def test_bounds_of_documents_and_padding_both_hold(models: tuple[Any, Any]) -> None:
+    """Over both rows, one after the other: 9 tokens behind padding; 4, and 5 with padding at the end."""
+    patched, model = models
+    ids = hf_models.tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = mask[1, 7:] = 0
+    documents = torch.tensor([[0] * 9, [1] * 4 + [2] * 5])
+    seen = (documents[:, :, None] == documents[:, None, :]) & mask.bool()[:, None, :]
+    seen = (seen & torch.ones(9, 9, dtype=torch.bool).tril()).unsqueeze(1)
+    hiding = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    got = patched(ids, attention_mask=mask, use_cache=False, **bounds_of(9, 4, 5)).logits
+    want = model(ids, attention_mask=hiding, use_cache=False).logits
+    assert hf_models.error_where(mask, got, want) < hf_models.TOLERANCE
+
+
+@pytest.mark.parametrize("family", hf_families.present("Llama 4", "Mistral"))
+def test_bounds_of_documents_and_what_masks_hide_both_hold(family: str) -> None:
+    """Chunks are of masks, windows of layers."""
+    model = patch_model(hf_families.build(family))
+    ids = hf_models.tokens(1, 17)
+    want = model(ids, use_cache=False).logits
+    torch.testing.assert_close(model(ids, use_cache=False, **bounds_of(17)).logits, want)
+    got = model(ids, use_cache=False, **bounds_of(12, 5)).logits
+    torch.testing.assert_close(got[:, :12], want[:, :12])
+    assert not torch.allclose(got[:, 12:], want[:, 12:])

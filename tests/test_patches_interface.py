@@ -561,7 +561,7 @@ def test_mixed_dtypes_become_those_of_the_values() -> None:
 
 def test_bounds_of_packed_documents() -> None:
     """As `DataCollatorWithFlattening` gives them."""
-    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    bounds = torch.tensor([0, 2, 6, 9, 12], dtype=torch.int32)
     found, _ = attention_function(Layer(), Q, K, V, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
-    segments = torch.tensor([0, 0, 1, 1, 1, 1], dtype=torch.int32).expand(2, -1)
+    segments = torch.tensor([[0, 0, 1, 1, 1, 1], [2, 2, 2, 3, 3, 3]], dtype=torch.int32)
     assert torch.equal(found, attention(Q, K, V, causal=True, segment_ids=segments).transpose(1, 2))
