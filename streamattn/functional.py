@@ -297,7 +297,8 @@ def attention(
         q: [B, Hq, Tq, D], or [Hq, Tq, D], or [Tq, D] (one head); float16, bfloat16, float32 or float64.
         k: [B, Hkv, Tk, D] likewise; Hq is a multiple of Hkv, head h of q uses head ``h // (Hq / Hkv)``.
         v: [B, Hkv, Tk, Dv] likewise.
-        causal: key ``j`` is visible only if ``j <= p``. Default False.
+        causal: key ``j`` is visible only if ``j <= p``. Default False. (`is_causal` of
+            ``F.scaled_dot_product_attention``, which aligns the first query with the first key.)
         window_size: W keys up to and including the query's own (``p - W < j <= p``), or a pair (left, right):
             ``p - left <= j <= p + right``, -1 = unbounded. Default None: no window.
         scale: factor of the scores. Default ``1 / sqrt(D)``.
