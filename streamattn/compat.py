@@ -23,47 +23,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamattn.compat_checks import (
+    check_alibi,
+    check_cu_seqlens,
+    check_new,
+    check_no_pages,
+    check_options,
+    check_per_sequence,
+    check_rank,
+    check_rotary,
+    check_tokens,
+    is_zero,
+    readable,
+)
 from streamattn.functional import attention
 
 Pair = tuple[int, int]
 
 
-def _check_rank(rank: int, layout: str, **tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != rank:
-            raise ValueError(f"{name} must be {layout}, got shape {list(x.shape)}")
-
-
-def _check_options(window_size: Pair, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
-    if not isinstance(window_size, (tuple, list)):
-        raise TypeError(
-            f"window_size must be a pair (left, right), -1 = unbounded, got {window_size!r}; "
-            f"W keys up to and including the query's own are (W - 1, 0)"
-        )
-    if return_attn_probs and dropout_p > 0.0:
-        raise NotImplementedError(
-            "return_attn_probs=True with dropout asks for S_dmask, which holds every weight; the weights are "
-            "never formed here. Pass dropout_p=0.0 to get softmax_lse"
-        )
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether looking at values costs no wait for a device and breaks no graph."""
-    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
-
-
 def _alibi(alibi_slopes: Tensor, q: Tensor, kv_len: int, kv_lengths: Tensor | None) -> Tensor:
     """``-slope * |p - j|`` [1 or B, H, Tq, Tk] for q [B, Tq, H, D]; float64 for float64, else float32."""
     batch, q_len, num_heads, _ = q.shape
-    if not isinstance(alibi_slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a torch.Tensor, got {type(alibi_slopes).__name__}")
-    if list(alibi_slopes.shape) not in ([num_heads], [batch, num_heads]):
-        raise ValueError(
-            f"alibi_slopes must have shape [{num_heads}] or [{batch}, {num_heads}], "
-            f"got {list(alibi_slopes.shape)}"
-        )
+    check_alibi(alibi_slopes, batch, num_heads)
     i = torch.arange(q_len, device=q.device).view(-1, 1)
     j = torch.arange(kv_len, device=q.device)
     filled = kv_len if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
@@ -149,8 +130,8 @@ def flash_attn_func(
         ValueError: a wrong shape, device or value.
         NotImplementedError: ``return_attn_probs`` with dropout.
     """
-    _check_rank(4, "[B, T, H, D]", q=q, k=k, v=v)
-    _check_options(window_size, dropout_p, return_attn_probs)
+    check_rank(4, "[B, T, H, D]", q=q, k=k, v=v)
+    check_options(window_size, dropout_p, return_attn_probs)
     out, lse = _attend(
         q,
         k,
@@ -169,7 +150,7 @@ def flash_attn_func(
 def _unpacked(packed: Tensor, count: int, name: str, rank: int) -> Any:
     """Views of a tensor [..., count, H, D] along its third dimension from the end."""
     layout = f"[{'B, T' if rank == 5 else 'total'}, {count}, H, D]"
-    _check_rank(rank, layout, **{name: packed})
+    check_rank(rank, layout, **{name: packed})
     if packed.shape[-3] != count:
         raise ValueError(f"{name} must be {layout}, got shape {list(packed.shape)}")
     return packed.unbind(-3)
@@ -208,29 +189,6 @@ def flash_attn_kvpacked_func(
     k, v = _unpacked(kv, 2, "kv", 5)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return flash_attn_func(q, k, v, *options, return_attn_probs)
-
-
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-        raise ValueError(f"{name} must have shape [B + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, got {cu_seqlens.device}; move it")
-    if not _readable(cu_seqlens):
-        return
-    bounds = cu_seqlens.tolist()
-    lengths = cu_seqlens.diff().tolist()
-    if bounds[0] < 0 or bounds[-1] > x.shape[0] or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"{name} must not fall and lie in [0, {x.shape[0]}], the number of tokens, got {bounds}"
-        )
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(
-            f"the longest sequence of {name} has {max(lengths)} tokens, more than the {max_seqlen} passed as "
-            "its max_seqlen"
-        )
 
 
 def _documents(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -328,11 +286,12 @@ def flash_attn_varlen_func(
         ValueError: a wrong shape, device or value.
         NotImplementedError: ``block_table``, or ``return_attn_probs`` with dropout.
     """
-    _check_no_pages(block_table)
-    _check_rank(3, "[total, H, D]", q=q, k=k, v=v)
-    _check_options(window_size, dropout_p, return_attn_probs)
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
+    check_no_pages(block_table)
+    check_rank(3, "[total, H, D]", q=q, k=k, v=v)
+    check_tokens(k, v)
+    check_options(window_size, dropout_p, return_attn_probs)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must have the same length B + 1, "
@@ -348,9 +307,19 @@ def flash_attn_varlen_func(
         "deterministic": deterministic,
     }
     aligned = cu_seqlens_q is cu_seqlens_k and q.shape[0] == k.shape[0]
-    by_position = causal or tuple(window_size) != (-1, -1) or alibi_slopes is not None
-    empty = q.shape[0] == 0 or k.shape[0] == 0 or cu_seqlens_q.numel() == 1
-    if not empty and (alibi_slopes is not None or (by_position and not aligned)):
+    by_position = causal or tuple(window_size) != (-1, -1)
+    padded = alibi_slopes is not None or (by_position and not aligned)
+    documents = cu_seqlens_q.numel() - 1
+    empty = q.shape[0] == 0 or k.shape[0] == 0 or documents == 0
+    if empty or (padded and (is_zero(max_seqlen_q) or is_zero(max_seqlen_k))):
+        # No query sees a key: the same as no key at all, where a bias takes no memory. Slopes of documents
+        # are added up only to fit one row; they weigh nothing, and get gradients of 0.
+        if alibi_slopes is not None:
+            check_alibi(alibi_slopes, documents, q.shape[1])
+            options["alibi_slopes"] = alibi_slopes.reshape(-1, q.shape[1]).sum(0)
+        out, lse = _attend(q[None], k[None, :0], v[None, :0], **options)
+        out, lse = out[0], lse[0]
+    elif padded:
         out, lse = _in_a_padded_batch(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
         )
@@ -407,14 +376,6 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _check_no_pages(block_table: Tensor | None) -> None:
-    if block_table is not None:
-        raise NotImplementedError(
-            "block_table asks for a paged cache, which is not served; pass the keys and values of each "
-            "sequence as one contiguous cache"
-        )
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """``x`` [B, T, H, D] rotated in its first ``2 * cos.shape[1]`` dimensions; ``positions`` [B, T or 1]."""
     width = 2 * cos.shape[1]
@@ -430,46 +391,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
     return torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1)
 
 
-def _check_rotary(cos: Tensor, sin: Tensor, q: Tensor, capacity: int) -> None:
-    """The tables fit q and each other, and have a row for every place of the cache."""
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
-        raise ValueError(
-            "rotary_cos and rotary_sin must both have shape [positions, R / 2] with R of at most q's "
-            f"{q.shape[3]} and positions of at least the cache's {capacity}, got {list(cos.shape)} and "
-            f"{list(sin.shape)}"
-        )
-
-
-def _check_per_sequence(q: Tensor, **tensors: Any) -> None:
-    """Each is an integer for each sequence, on q's device."""
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must hold int32 or int64, got {got}; cast it")
-        if list(x.shape) != [q.shape[0]]:
-            raise ValueError(f"{name} must have shape [{q.shape[0]}], got {list(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on {q.device}, got {x.device}; move it")
-
-
-def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """New keys and values fit the caches in all but their number, and q has their dtype."""
-    if q.dtype != k_cache.dtype:
-        raise TypeError(f"q must have the cache's dtype {k_cache.dtype}, got {q.dtype}; cast it")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted = [q.shape[0], k.shape[1], *cache.shape[2:]]
-        if list(new.shape) != wanted:
-            raise ValueError(f"{name} must have shape {wanted}, got {list(new.shape)}")
-        if new.dtype != cache.dtype:
-            raise TypeError(f"{name} must have its cache's dtype {cache.dtype}, got {new.dtype}; cast it")
-
-
 def _fill_levels(cache_seqlens: int | Tensor, q: Tensor, new: int, capacity: int) -> Tensor:
     """``cache_seqlens`` as a tensor [B] on q's device."""
     if isinstance(cache_seqlens, Tensor):
-        levels = cache_seqlens.tolist() if _readable(cache_seqlens) else []
+        levels = cache_seqlens.tolist() if readable(cache_seqlens) else []
     else:
         levels = [cache_seqlens]
         cache_seqlens = q.new_full(q.shape[:1], cache_seqlens, dtype=torch.int32)
@@ -541,9 +466,9 @@ def flash_attn_with_kvcache(
         ValueError: a wrong shape, device or value.
         NotImplementedError: ``block_table``.
     """
-    _check_no_pages(block_table)
-    _check_rank(4, "[B, T, H, D]", q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_options(window_size)
+    check_no_pages(block_table)
+    check_rank(4, "[B, T, H, D]", q=q, k_cache=k_cache, v_cache=v_cache)
+    check_options(window_size)
     if (k is None) != (v is None):
         raise ValueError("k and v must be passed together")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -552,7 +477,7 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos needs new keys k; rotate q beforehand to read a cache that is rotated")
     if k is not None and cache_seqlens is None:
         raise ValueError("k needs cache_seqlens, which says where to write it")
-    _check_per_sequence(
+    check_per_sequence(
         q,
         cache_seqlens=None if isinstance(cache_seqlens, numbers.Integral) else cache_seqlens,
         cache_batch_idx=cache_batch_idx,
@@ -560,12 +485,12 @@ def flash_attn_with_kvcache(
     )
     batch, capacity = q.shape[0], k_cache.shape[1]
     if rotary_cos is not None and rotary_sin is not None:
-        _check_rotary(rotary_cos, rotary_sin, q, capacity)
+        check_rotary(rotary_cos, rotary_sin, q, capacity)
     new = 0 if k is None else k.shape[1]
     filled = None if cache_seqlens is None else _fill_levels(cache_seqlens, q, new, capacity)
 
     if k is not None and v is not None and filled is not None:
-        _check_new(q, k, v, k_cache, v_cache)
+        check_new(q, k, v, k_cache, v_cache)
         positions = filled[:, None] + torch.arange(new, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
             k = _rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)

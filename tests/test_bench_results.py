@@ -22,11 +22,22 @@ def test_lines_are_there_before_the_file_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("older\n")
     with csv_file(str(path), Line) as write:
-        assert path.read_text() == "name,ms\n"
+        assert path.read_text() == "older\n"
         write(Line("a", 1.5))
         assert path.read_text() == "name,ms\na,1.5\n"
         write(Line("b", None))
         assert path.read_text() == "name,ms\na,1.5\nb,\n"
+
+
+def test_a_run_that_ends_before_its_first_line_leaves_the_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("older\n")
+    with pytest.raises(KeyboardInterrupt), csv_file(str(path), Line):
+        raise KeyboardInterrupt
+    assert path.read_text() == "older\n"
+    with csv_file(str(path), Line):
+        pass
+    assert path.read_text() == "name,ms\n", "nothing was measured, and nothing older passes for it"
 
 
 def test_the_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,6 +351,46 @@ def test_nothing_to_attend(q_lens, k_lens, causal):
         assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 1)}], ids=str)
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("longest", [0, torch.tensor(0)], ids=str)
+def test_tokens_beside_empty_documents(longest, same, sloped, options):
+    """No document has a query, or none a key, and the longest has none either."""
+    empty, filled = torch.zeros(3, dtype=torch.int32), cumulative([2, 1])
+    slopes = torch.rand(2, 2, dtype=torch.float64) if sloped else None
+    q, k, v = normal(3, 2, 8), normal(3, 2, 8), normal(3, 2, 8)
+    if same:
+        calls: list[Any] = [(empty, empty, longest, longest)]
+    else:
+        calls = [
+            (empty, empty.clone(), longest, longest),
+            (empty, filled, longest, 2),
+            (filled, empty, 2, longest),
+        ]
+    for bounds in calls:
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, *bounds, **options, alibi_slopes=slopes, return_attn_probs=True
+        )
+        assert torch.equal(out, torch.zeros(3, 2, 8, dtype=torch.float64))
+        assert torch.equal(lse, torch.full((2, 3), -torch.inf, dtype=lse.dtype))
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize(("q_lens", "k_lens"), [([2, 5], [0, 0]), ([0, 0], [2, 5]), ([], [])], ids=str)
+def test_slopes_of_documents_that_are_empty(q_lens, k_lens):
+    """Slopes for each document, [B, H], are served, and get gradients of 0, where no key is seen."""
+    q = normal(sum(q_lens) if q_lens else 3, 2, 8)  # tokens of no document
+    k, v = normal(sum(k_lens), 2, 8), normal(sum(k_lens), 2, 8)
+    slopes = normal(len(q_lens), 2)
+    bounds = (cumulative(q_lens), cumulative(k_lens), max(q_lens, default=0), max(k_lens, default=0))
+    out = flash_attn_varlen_func(q, k, v, *bounds, alibi_slopes=slopes)
+    assert torch.equal(out, torch.zeros_like(q))
+    grads = torch.autograd.grad(out.sum(), (q, k, v, slopes))
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v, slopes)]
+    assert not any(g.any() for g in grads)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0, "window_size": (3, 2)}], ids=str)
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_alibi(per_sequence, options):
@@ -403,6 +443,20 @@ def test_deterministic_is_passed_on(monkeypatch):
     flash_attn_func(q, q, q, deterministic=True)
     flash_attn_func(q, q, q)  # torch's flag decides
     assert asked == [True, None]
+
+
+def test_a_longest_length_found_inside_a_graph_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    q, k, v = (torch.randn(10, 2, 8) for _ in range(3))
+    bounds = cumulative([4, 6])
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        longest: Any = bounds.diff().max().item()
+        return flash_attn_varlen_func(q, k, v, bounds, bounds.clone(), longest, longest, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
 def packed_call(bounds: Tensor, other: Tensor) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from streamattn.compat import (
 Q = torch.zeros(2, 4, 2, 8)
 NONSENSE: Any = 3
 FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
+NONE = torch.zeros(2, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,19 @@ FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
             ),
             ValueError,
             "must not fall",
+        ),
+        *(
+            (
+                lambda k=k, v=v: flash_attn_varlen_func(FLAT, k, v, NONE, NONE, 0, 0),
+                ValueError,
+                f"k and v must have as many tokens, got {k.shape[0]} and {v.shape[0]}",
+            )
+            for k, v in ((FLAT[:7], FLAT), (FLAT, FLAT[:0]))
+        ),
+        (
+            lambda: flash_attn_varlen_func(FLAT, FLAT, FLAT, NONE, NONE, 0, 0, alibi_slopes=torch.ones(3, 2)),
+            ValueError,
+            r"alibi_slopes must have shape \[2\] or \[1, 2\], got \[3, 2\]",
         ),
         (
             lambda: flash_attn_varlen_func(FLAT, FLAT, FLAT, BOUNDS, BOUNDS, 5, 4),

@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patches import patch_model
 from patches.hf import CACHE_NAMES
+from streamattn.bench.arguments import positive, writable
 from streamattn.bench.results import csv_file
 from streamattn.functional import attention
 
@@ -224,11 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="streamattn bench decode-layer",
         description="Times what the host does for attention layers that decode, beside HuggingFace's.",
     )
-    parser.add_argument("--keys", type=int, default=256, help="in the cache at first")
-    parser.add_argument("--layers", type=int, default=12, help="of each model")
+    parser.add_argument("--keys", type=positive, default=256, help="in the cache at first")
+    parser.add_argument("--layers", type=positive, default=12, help="of each model")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
-    parser.add_argument("--repeats", type=int, default=100, help="rounds of each side")
-    parser.add_argument("--csv", required=True, help="where the measurements go; an older file is replaced")
+    parser.add_argument("--repeats", type=positive, default=100, help="rounds of each side")
+    parser.add_argument(
+        "--csv", type=writable, required=True, help="where the measurements go; an older file is replaced"
+    )
     options = parser.parse_args(argv)
     if torch.cuda.is_available():
         device, name = "cuda", torch.cuda.get_device_name()

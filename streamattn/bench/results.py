@@ -6,7 +6,7 @@ import csv
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from typing import Any
@@ -67,19 +67,26 @@ def csv_file(path: str, row: type) -> Iterator[Callable[[Any], None]]:
     """A CSV file that holds every line as soon as it is written, so that a run that is killed loses none.
 
     Args:
-        path: of the file; an older one is replaced.
+        path: of the file; an older one is replaced when the first line is there, or the block ends without.
         row: the dataclass of the lines; the names of its fields are those of the columns.
 
     Yields:
         What writes one line; None is an empty cell.
     """
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(row)], lineterminator="\n")
-        writer.writeheader()
-        file.flush()
+    with ExitStack() as stack:
+        writer: csv.DictWriter[str] | None = None
+
+        def begin() -> csv.DictWriter[str]:
+            file = stack.enter_context(open(path, "w", buffering=1, newline="", encoding="utf-8"))
+            begun = csv.DictWriter(file, [field.name for field in fields(row)], lineterminator="\n")
+            begun.writeheader()
+            return begun
 
         def write(line: Any) -> None:
+            nonlocal writer
+            writer = writer or begin()
             writer.writerow(asdict(line))
-            file.flush()
 
         yield write
+        if writer is None:
+            begin()

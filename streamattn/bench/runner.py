@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from streamattn.bench.arguments import positive, writable
 from streamattn.bench.cases import DTYPES, PASSES, SETS, Case, Sweep
 from streamattn.bench.gate import Gate, WrongResult
 from streamattn.bench.providers import PROVIDERS, Call, Provider, Unsupported, find, first_line
@@ -241,13 +242,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--csv", required=True, help="where the measurements go; an older file is replaced")
+    add("--csv", type=writable, required=True, help="where the measurements go; an older file is replaced")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="where")
     add("--cases", nargs="+", choices=SETS, default=GPU_SETS, help="sets of cases")
-    add("--head-dims", type=int, nargs="+", default=[64, 128, 256], help="of the sweep")
-    add("--seq-lens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384], help="of the sweep")
-    add("--tokens", type=int, default=16384, help="batch times sequence length of the sweep")
-    add("--hidden", type=int, default=2048, help="heads times head_dim of the sweep")
+    add("--head-dims", type=positive, nargs="+", default=[64, 128, 256], help="of the sweep")
+    add(
+        "--seq-lens",
+        type=positive,
+        nargs="+",
+        default=[512, 1024, 2048, 4096, 8192, 16384],
+        help="of the sweep",
+    )
+    add("--tokens", type=positive, default=16384, help="batch times sequence length of the sweep")
+    add("--hidden", type=positive, default=2048, help="heads times head_dim of the sweep")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of all cases but the CPU's")
     add("--passes", nargs="+", choices=PASSES, default=["forward"], help="what is timed")
     add(
@@ -257,8 +264,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["events"],
         help="single calls, or replays of many on a GPU",
     )
-    add("--repeats", type=int, default=10, help="calls, or replays, behind a median")
-    add("--rounds", type=int, default=2, help="turns of each provider; the least of their medians counts")
+    add("--repeats", type=positive, default=10, help="calls, or replays, behind a median")
+    add(
+        "--rounds", type=positive, default=2, help="turns of each provider; the least of their medians counts"
+    )
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
     add("--all-flex", action="store_true", help="FlexAttention in every case, not in a few: it compiles each")
     return parser.parse_args(argv)

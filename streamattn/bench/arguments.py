@@ -1,0 +1,38 @@
+"""Types of the benchmarks' arguments: what can't be counted or written is refused before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    return number
+
+
+def writable(path: str) -> str:
+    """The path of a file that can be written; what it holds stays, and a file that isn't there isn't made.
+
+    Raises:
+        argparse.ArgumentTypeError: it can't be written, and why.
+    """
+    there = os.path.lexists(path)
+    try:
+        with open(path, "a", encoding="utf-8"):  # the one question that every file system answers truly
+            pass
+        if not there:
+            os.remove(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't write {path!r}: {error.strerror}") from error
+    return path
