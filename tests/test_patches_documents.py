@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import patches.gpt2
 import patches.hf
 from patches import compact, patch_model
 from tests import hf_families, hf_models
@@ -133,6 +134,8 @@ def bounds_of(*lengths: int) -> dict[str, Any]:
 def test_bounds_of_documents_and_padding_both_hold(models: tuple[Any, Any]) -> None:
     """Over both rows, one after the other: 9 tokens behind padding; 4, and 5 with padding at the end."""
     patched, model = models
+    if type(patched).__name__ == "GPT2LMHeadModel" and not patches.gpt2._TELLS_POSITIONS:
+        pytest.skip("this release's GPT-2 hands its layers nothing but a mask")
     ids = hf_models.tokens(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :2] = mask[1, 7:] = 0
