@@ -9,7 +9,8 @@ the trainer and reports.
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
 and leaves ``output_dir`` as it was; of several processes one speaks. A checkpoint that can't be written ends
 it in one line too, which says how to go on. No run overwrites another: an unfinished one goes on or is left
-alone, a finished one is moved aside when the first step comes next.
+alone, a finished one, or with ``--resume`` one that can't go on, is moved aside when the first step comes
+next.
 
 Left out on purpose: a training loop, and parallelism beyond DDP.
 """
@@ -75,6 +76,7 @@ from streamattn.run_folder import (
     Finished,
     RecordWorldSize,
     RunFolder,
+    cannot_go_on,
     cannot_write,
     check_same_shape,
     checkpoint_to_resume,
@@ -201,7 +203,14 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
         with _refusing("shape"):
-            model = AutoModelForCausalLM.from_config(config)
+            try:
+                model = AutoModelForCausalLM.from_config(config)
+            except KeyError as error:  # from a table of names, the activations' for one
+                texts = {key: value for key, value in config.to_dict().items() if isinstance(value, str)}
+                fields = [key for key, value in texts.items() if value in error.args]
+                if not fields:
+                    raise
+                raise ValueError(f"{' or '.join(fields)}: unknown name {error}") from error
             _logits(model, torch.zeros(1, 2, dtype=torch.long), arguments)  # sizes that don't fit fail here
     check_causal(model.config)
     check_batches(arguments, len(train_blocks), len(held_out))
@@ -345,7 +354,15 @@ def _patch(
     model.to(arguments.device)  # type: ignore[arg-type]
     tokens = held_out[0]["input_ids"][:COMPARED_TOKENS].unsqueeze(0).to(arguments.device)  # [1, T]
     before = _logits(model, tokens, arguments)
-    patch_model(model)
+    try:
+        patch_model(model)
+    except ValueError as error:
+        # Its own remedies are for Python. Of the layers, each on an indented line, one stands for all.
+        what, *lines = str(error).splitlines()
+        layers = [line.strip() for line in lines if line.startswith(" ")]
+        what += f" {layers[0]}" if layers else ""
+        what += f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
+        raise ValueError(f"patch: {what}; pass --patch false, or take another model") from error
     after = _logits(model, tokens, arguments)
     console.print(str(patch_report(model)), markup=False, highlight=False, soft_wrap=True)
     difference = (after - before).abs().max().item()
@@ -440,9 +457,11 @@ def _way_on(job: Job | None, trainer: Trainer | None) -> str:
     if job is None or trainer is None or not _begun(trainer).yes:
         return "no step was trained, so give the same command again"  # a checkpoint may be an earlier run's
     found, _ = last_checkpoint(job.output_dir)
-    if found is None:
-        return "there is no checkpoint yet, so start again"
-    return f"go on from {found} with --resume"
+    if found is not None:
+        return f"go on from {found} with --resume"
+    if (reason := cannot_go_on(job.output_dir)) is not None:
+        return f"the run can't go on ({reason}); --resume moves it aside and starts from the beginning"
+    return "there is no checkpoint yet, so start again"
 
 
 def _let_the_first_speak(everywhere: bool = False) -> None:

@@ -48,6 +48,13 @@ _PATHS = {
     "resume_from_checkpoint",
     "logging_dir",
 }
+_FROM_ONE_ON = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "eval_accumulation_steps",
+    "dataloader_prefetch_factor",
+)
 _LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}"
 
 
@@ -292,11 +299,12 @@ def _check_training(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{key}: expected a number, got nan")
     if not 0 <= values.get("learning_rate", 0.0) < math.inf:
         raise ValueError(f"learning_rate: expected a finite number from 0 on, got {values['learning_rate']}")
-    if not 0 <= values.get("seed", 0) < 2**32:
-        raise ValueError(f"seed: expected a whole number from 0 to 2^32 - 1, got {values['seed']}")
-    for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if values.get(key, 1) < 1:
-            raise ValueError(f"{key}: expected at least 1, got {values[key]}")
+    for key in ("seed", "data_seed"):
+        if not 0 <= (values.get(key) or 0) < 2**32:
+            raise ValueError(f"{key}: expected a whole number from 0 to 2^32 - 1, got {values[key]}")
+    for key in _FROM_ONE_ON:
+        if (value := values.get(key)) is not None and value < 1:
+            raise ValueError(f"{key}: expected at least 1, got {value}")
     max_steps, epochs = values.get("max_steps", -1), values.get("num_train_epochs", 1.0)
     if max_steps < 1 and max_steps != -1:
         raise ValueError(f"max_steps: expected at least 1, or -1 to go by num_train_epochs, got {max_steps}")
@@ -304,6 +312,11 @@ def _check_training(values: Mapping[str, Any]) -> None:
         raise ValueError(f"num_train_epochs: expected more than 0, got {epochs}")
     if values.get("do_train") is False:
         raise ValueError("do_train: expected true, got false; a job always trains, leave the key out")
+    if values.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
+        raise ValueError(
+            f"metric_for_best_model: expected loss, the only one that is measured, got "
+            f"{values['metric_for_best_model']!r}; leave the key out"
+        )
     if values.get("label_names") not in (None, ["labels"]):
         raise ValueError(
             f"label_names: expected ['labels'], the only ones of a block of text, got "
@@ -329,7 +342,10 @@ def _typed(key: str, value: Any, hint: Any, text: str) -> Any:
     if number and str in allowed:
         return text
     names = " or ".join(sorted("none" if option is type(None) else option.__name__ for option in allowed))
-    raise ValueError(f"{key}: expected {names}, got {value!r}")
+    remedy = "; write true or false" if bool in allowed else ""
+    if float in allowed and str(value).lstrip("+-").lower() in ("inf", "infinity"):
+        remedy = "; YAML's infinity is .inf"
+    raise ValueError(f"{key}: expected {names}, got {value!r}{remedy}")
 
 
 def one_line(error: BaseException) -> str:
@@ -414,7 +430,12 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
         config = type(config)(**fields)
     except Exception as error:  # releases differ in what a configuration class raises on a wrong value
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    heads, kv_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads, kv_heads = (getattr(config, name, None) for name in names)
+    for name, count in zip(names, (heads, kv_heads), strict=True):
+        if isinstance(count, int) and count < 1:
+            name = (config.attribute_map or {}).get(name, name)
+            raise ValueError(f"{path}: {name}: expected at least 1, got {count}")
     if heads and kv_heads and heads % kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads: expected a multiple of num_key_value_heads={kv_heads}, got {heads}"

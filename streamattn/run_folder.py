@@ -4,8 +4,9 @@ A run that is told to resume goes on from the newest complete checkpoint; withou
 beginning and says so, for whoever starts jobs again when they end gives the same command every time.
 
 Nothing there is deleted but what this code itself put into ``.prepared``. A finished run is moved aside as a
-whole; the text of one that was cut short before its first checkpoint is renamed; a folder that bears one of
-our names and isn't ours refuses the job.
+whole, and so is one of whose checkpoints none can be resumed, if the job was told to resume; the text of one
+that was cut short before its first checkpoint is renamed; a folder that bears one of our names and isn't ours
+refuses the job.
 
 Layout: ``checkpoint-<step>/`` and the model are ``transformers.Trainer``'s, ``blocks/`` and ``tokenizer/``
 hold the run's text, ``.prepared/`` that of a run which hasn't begun, ``.streamattn.lock`` names the process
@@ -117,11 +118,17 @@ def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
 
     A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
     """
-    folders = sorted(f for f in output_dir.glob("checkpoint-*") if f.is_dir())
+    folders = _checkpoints(output_dir)
     broken = {folder: reason for folder in folders if (reason := why_incomplete(folder)) is not None}
     # By time, not by step: an earlier and longer run may have left higher numbers here.
     complete = [folder for folder in folders if folder not in broken]
     return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Trainer's folders, by step."""
+    found = (f for f in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name))
+    return sorted((f for f in found if f.is_dir()), key=lambda f: int(f.name.partition("-")[2]))
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
@@ -141,8 +148,11 @@ def why_incomplete(checkpoint: Path) -> str | None:
                 pass
         except (SafetensorError, OSError):
             return f"{file.name} is cut off"
+    states = ("optimizer.pt", "scheduler.pt", *ranks)
+    if not any((checkpoint / name).exists() for name in states):
+        return "save_only_model left out its optimizer"
     # torch.save writes a zip, whose directory stands at its end.
-    for name in ("optimizer.pt", "scheduler.pt", *ranks):
+    for name in states:
         if not (checkpoint / name).exists():
             return f"no {name}"
         if not zipfile.is_zipfile(checkpoint / name):
@@ -170,9 +180,19 @@ def last_step(output_dir: Path) -> int | None:
 
 
 def holds_run(output_dir: Path) -> bool:
-    """Whether a run left a complete checkpoint or a model there."""
-    ended = (output_dir / "trainer_state.json").exists() or any(output_dir.glob("*.safetensors"))
-    return ended or last_checkpoint(output_dir)[0] is not None
+    """Whether a run left a model there, or a checkpoint: of a broken one the weights may still be wanted."""
+    return _has_ended(output_dir) or any(any(folder.iterdir()) for folder in _checkpoints(output_dir))
+
+
+def _has_ended(output_dir: Path) -> bool:
+    return (output_dir / "trainer_state.json").exists() or any(output_dir.glob("*.safetensors"))
+
+
+def cannot_go_on(output_dir: Path) -> str | None:
+    """Why none of an unfinished run's checkpoints can be resumed; None if one can, or if there are none."""
+    found, broken = last_checkpoint(output_dir)
+    reasons = [f"{folder.name}: {reason}" for folder, reason in broken.items() if any(folder.iterdir())]
+    return reasons[-1] if reasons and found is None and not _has_ended(output_dir) else None
 
 
 def steps_left(output_dir: Path) -> tuple[int, int] | None:
@@ -266,7 +286,11 @@ class RunFolder:
         prepared: where a new run's tokenizer and text wait until it begins: until then an earlier one may lie
             in ``path``. While the folder is there, the run that was to start has not begun.
         restarts: how often torchrun --max-restarts has started this job again.
+        resumes: whether the job was told to go on, so that a run which can't is moved aside;
+            `checkpoint_to_resume` sets it.
     """
+
+    resumes = False
 
     def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
         self.job = job
@@ -312,13 +336,20 @@ class RunFolder:
                 f"{self.job.output_dir} holds an unfinished run at step {left[0]} of {left[1]}; "
                 "go on with --resume, or start afresh with another --output_dir"
             )
+        reason = cannot_go_on(self.path)
+        if reason is not None and not self.resumes:
+            raise ValueError(
+                f"{self.job.output_dir} holds an unfinished run that can't go on ({reason}); --resume moves "
+                "it aside and starts from the beginning, or pass another --output_dir"
+            )
         if holds_run(self.path):
+            kind = "a finished" if reason is None else "an unfinished"
             if os.path.ismount(self.path):
                 raise ValueError(
-                    f"output_dir: {self.path} holds a finished run, but can't be moved aside, for it is a "
+                    f"output_dir: {self.path} holds {kind} run, but can't be moved aside, for it is a "
                     "mount point; pass another --output_dir"
                 )
-            self._check_needed(self.path, "holds a finished run, which would be moved aside, but also")
+            self._check_needed(self.path, f"holds {kind} run, which would be moved aside, but also")
             return
         for name in PARTS:
             self._check_needed(self.path / name, "would be replaced by this run's, but holds")
@@ -333,6 +364,13 @@ class RunFolder:
     def check_checkpoints(self) -> None:
         """Raise ValueError for a user's folder with a checkpoint's name: Trainer may delete it."""
         for folder in sorted(self.path.glob("checkpoint-*")):
+            # Trainer counts a checkpoint-8-best among its own.
+            longer = re.match(r"checkpoint-\d+\D", folder.name)
+            if longer and folder.is_dir() and self.job.training.get("save_total_limit") is not None:
+                raise ValueError(
+                    f"output_dir: save_total_limit may delete {folder}; give it a name that doesn't start "
+                    "like a checkpoint's, or pass another --output_dir"
+                )
             if re.fullmatch(r"checkpoint-\d+", folder.name):
                 self._check_needed(folder, "is named like a checkpoint of this run, but holds")
                 names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
@@ -343,8 +381,9 @@ class RunFolder:
     def take(self) -> list[str]:
         """Give the folder to the run that now begins: an earlier one moves out, `prepared` moves in.
 
-        A finished run's folder is renamed to the next free ``<output_dir>.1``, ``<output_dir>.2``, ..., the
-        text of one that was cut short to ``blocks.1`` and so on. A move that fails is taken back.
+        A finished run's folder, or that of one which can't go on, is renamed to the next free
+        ``<output_dir>.1``, ``<output_dir>.2``, ..., the text of one that was cut short to ``blocks.1`` and so
+        on. A move that fails is taken back.
 
         Returns:
             What to say of that: a line for each thing moved.
@@ -361,12 +400,13 @@ class RunFolder:
             )
         self.check_start()
         if holds_run(self.path):
+            kind = "finished" if cannot_go_on(self.path) is None else "unfinished"
             aside = _next_free(self.path)
             _move((self.path, aside), (aside / self.prepared.name, self.path))
             lock.path, waiting.path = aside / LOCK, self.path / LOCK
             self._lock, self._waiting = waiting, None
             lock.release()
-            return [f"moved the finished run in {self.job.output_dir} to {aside}"]
+            return [f"moved the {kind} run in {self.job.output_dir} to {aside}"]
         old = [self.path / name for name in PARTS if os.path.lexists(self.path / name)]
         moved = [(path, _next_free(path)) for path in old]
         new = [path for name in PARTS if (path := self.prepared / name).exists()]
@@ -439,6 +479,9 @@ def checkpoint_to_resume(
     # Where the text still waits, the try before this one didn't begin: an earlier run lies there.
     restarted = folder.restarts > 0 and not folder.prepared.exists()
     named = job.resume if isinstance(job.resume, str) else arguments.resume_from_checkpoint
+    # The main process knows; the others may find what it prepares for this try.
+    may_be = restarted or (folder.restarts > 0 and not arguments.should_save)
+    folder.resumes = named is None and (bool(job.resume) or may_be)
     found, broken = last_checkpoint(output)
     state = None if found is None else trainer_state(found)
     last = last_step(output)

@@ -292,6 +292,34 @@ def test_a_shape_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "seq_len: expected a number, for CLIPConfig names no longest sequence" in line
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("model_type: bloom\nn_layer: 2\nn_head: 2", "attention layers of BloomForCausalLM .* more"),
+        ("model_type: mamba\nnum_hidden_layers: 1", "no attention layer to patch in MambaForCausalLM"),
+        ("model_type: gpt2\nn_layer: 2\nn_head: 2\nattn_pdrop: 1.0", "of GPT2LMHeadModel .* more"),
+        ("model_type: gpt2\nn_layer: 0\nn_head: 2", "no attention layer to patch in GPT2LMHeadModel"),
+    ],
+)
+def test_a_model_that_cannot_be_patched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str, expected: str
+) -> None:
+    """The remedy is one of the command line, and it helps."""
+    job = write_job(tmp_path, max_steps=1)
+    (tmp_path / "shape.yaml").write_text(f"{shape}\nhidden_size: 32\nvocab_size: 384", encoding="utf-8")
+    line = refused(capsys, str(job), "--seq_len", "32")
+    assert re.search(f"finetune: patch: .*{expected}.*; pass --patch false, or take another model$", line)
+    assert "strict" not in line
+    assert finetune.main([str(job), "--seq_len", "32", "--patch", "false"]) == 0
+
+
+def test_an_unknown_activation_names_its_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    with (tmp_path / "shape.yaml").open("a", encoding="utf-8") as shape:
+        shape.write("activation_function: foo\n")
+    assert "shape: activation_function: unknown name 'foo'" in refused(capsys, str(job))
+
+
 def test_a_corpus_shorter_than_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path)
     text = tmp_path / "short.txt"

@@ -43,8 +43,7 @@ def test_a_killed_job_goes_on_with_the_same_losses(undisturbed: Path, tmp_path: 
     process = start(str(job))
     try:
         deadline = time.monotonic() + 100
-        # The state file is a checkpoint's last: right behind it the run is in its middle.
-        while not (output / "checkpoint-8" / "trainer_state.json").exists():
+        while finetune.last_checkpoint(output)[0] is None:  # right behind it the run is in its middle
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -135,6 +134,107 @@ def test_an_unfinished_run_is_not_started_over(
     assert "holds an unfinished run" in refused(
         capsys, str(job), "--resume", str(undisturbed / "out" / "checkpoint-8")
     )
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep", "reason"),
+    [
+        (("optimizer.pt", "scheduler.pt", "rng_state.pth"), None, "save_only_model left out its optimizer"),
+        (("optimizer.pt",), None, "no optimizer.pt"),
+        (("optimizer.pt",), 99, "optimizer.pt is cut off"),
+        (("scheduler.pt",), 99, "scheduler.pt is cut off"),
+        (("rng_state.pth",), None, "no rng_state.pth"),
+        (("trainer_state.json",), None, "no readable trainer_state.json"),
+        (("model.safetensors",), 99, "model.safetensors is cut off"),
+    ],
+)
+def test_checkpoints_that_cannot_be_resumed_are_kept(
+    undisturbed: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damaged: tuple[str, ...],
+    keep: int | None,
+    reason: str,
+) -> None:
+    """They were once overwritten, and deleted by save_total_limit, as if there were no run."""
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
+    shutil.copytree(
+        undisturbed / "out", output, ignore=shutil.ignore_patterns("model.s*", "trainer_s*", "*-24")
+    )
+    for step in (8, 16):
+        shutil.copytree(
+            undisturbed / "out" / f"checkpoint-{step}", output / f"checkpoint-{step}", dirs_exist_ok=True
+        )
+        for name in damaged:
+            file = output / f"checkpoint-{step}" / name
+            content = file.read_bytes()
+            file.unlink()
+            if keep is not None:
+                file.write_bytes(content[:keep])
+    before = contents(output)
+    line = refused(capsys, str(job))
+    assert f"{output} holds an unfinished run that can't go on (checkpoint-16: {reason}); --resume" in line
+    elsewhere = str(undisturbed / "out" / "checkpoint-8")
+    assert "that can't go on" in refused(capsys, str(job), "--resume", elsewhere)
+    assert f"not a complete checkpoint ({reason})" in refused(
+        capsys, str(job), "--resume", str(output / "checkpoint-8")
+    )
+    # What stops the new run leaves the old one where it is.
+    assert "Invalid beta parameter" in refused(capsys, str(job), "--resume", "--adam_beta1", "2")
+    assert contents(output) == before
+    assert finetune.main([str(job), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert f"skipping {output / 'checkpoint-16'}: {reason}\n" in out
+    assert f"moved the unfinished run in {output} to {output}.1\n" in out
+    assert contents(tmp_path / "out.1") == before
+    assert losses(output).keys() == {1, 2}
+
+
+def test_an_interrupted_run_that_saves_only_models_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart by torchrun moves it aside too, for it has to start from the beginning."""
+    original, done, output = finetune.Trainer.training_step, [], tmp_path / "out"
+
+    def interrupt(self: Any, *args: Any, **options: Any) -> Any:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(1)
+        return original(self, *args, **options)
+
+    job = write_job(tmp_path, save_strategy="steps", save_steps=1, save_only_model=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune.Trainer, "training_step", interrupt)
+        assert finetune.main([str(job)]) == 130
+    reason = "can't go on (checkpoint-3: save_only_model left out its optimizer); --resume moves it aside"
+    assert f"streamattn finetune: interrupted; the run {reason}" in capsys.readouterr().err
+    before = contents(output)
+    assert reason in refused(capsys, str(job))
+    assert contents(output) == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert finetune.main([str(job)]) == 0
+    assert f"moved the unfinished run in {output} to {output}.1\n" in capsys.readouterr().out
+    assert contents(tmp_path / "out.1") == before
+
+
+def test_a_checkpoint_that_a_user_renamed_is_not_deleted(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer takes it for one of its own; nor does a run go on from it because it was copied last."""
+    output = tmp_path / "out"
+    job = write_job(tmp_path, max_steps=25, data=str(undisturbed / "corpus"), save_strategy="epoch")
+    shutil.copytree(undisturbed / "out", output)
+    shutil.copytree(output / "checkpoint-8", output / "checkpoint-8-best")
+    os.utime(output / "checkpoint-8-best" / "trainer_state.json")
+    before = contents(output)
+    line = refused(capsys, str(job), "--resume", "--save_total_limit", "1")
+    assert f"output_dir: save_total_limit may delete {output / 'checkpoint-8-best'}; give it a name" in line
+    assert contents(output) == before
+    assert finetune.main([str(job), "--resume"]) == 0
+    assert f"resuming from {output / 'checkpoint-24'}\n" in capsys.readouterr().out
+    kept = contents(output / "checkpoint-8-best")
+    assert kept == {k.partition("/")[2]: v for k, v in before.items() if k.startswith("checkpoint-8-best/")}
 
 
 def test_a_finished_run_is_moved_aside(
@@ -511,8 +611,8 @@ def test_a_job_killed_while_it_writes_a_checkpoint_goes_on_with_the_same_losses(
         # The tokenizer, the blocks of text, model.safetensors, optimizer.pt.
         (10_000, "File too large .*; make room there, or pass another --output_dir$"),
         (50_000, r"\d+ requested and \d+ written\); make room there, or pass another --output_dir$"),
-        (110_000, r".*os error 27\)\); .*; there is no checkpoint yet, so start again$"),
-        (200_000, r"a file was cut short\); .*; there is no checkpoint yet, so start again$"),
+        (110_000, r".*os error 27\)\); .*; the run can't go on .*; --resume moves it aside"),
+        (200_000, r"a file was cut short\); .*; the run can't go on .*; --resume moves it aside"),
     ],
 )
 def test_what_cannot_be_written_is_one_line(

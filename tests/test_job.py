@@ -139,7 +139,30 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("shape: gpt2-nano\nconfig: x", [], "unknown key 'config'"),
         ("shape: gpt2-nano\nseq_len: 1", [], "seq_len: expected at least 2 tokens, got 1"),
         ("shape: gpt2-nano\nseq_len: long", [], "seq_len: expected int or none, got 'long'"),
-        ("shape: gpt2-nano\npatch: 1", [], "patch: expected bool, got 1"),
+        ("shape: gpt2-nano\npatch: 1", [], "patch: expected bool, got 1; write true or false"),
+        ("shape: gpt2-nano", ["--patch", "no"], "patch: expected bool, got 'no'; write true or false"),
+        (
+            "shape: gpt2-nano",
+            ["--max_grad_norm", "inf"],
+            r"max_grad_norm: expected float, got 'inf'; YAML's infinity is \.inf",
+        ),
+        (
+            "shape: gpt2-nano\neval_accumulation_steps: 0",
+            [],
+            "accumulation_steps: expected at least 1, got 0",
+        ),
+        (
+            "shape: gpt2-nano\ndataloader_num_workers: 1\ndataloader_prefetch_factor: 0",
+            [],
+            "dataloader_prefetch_factor: expected at least 1, got 0",
+        ),
+        ("shape: gpt2-nano\ndata_seed: 18446744073709551616", [], r"data_seed: expected .* 0 to 2\^32 - 1"),
+        ("shape: gpt2-nano\ndata_seed: -1", [], r"data_seed: expected .* 0 to 2\^32 - 1, got -1"),
+        (
+            "shape: gpt2-nano\nmetric_for_best_model: accuracy",
+            [],
+            "metric_for_best_model: expected loss, the only one that is measured, got 'accuracy'; leave",
+        ),
         ("shape: gpt2-nano\nmax_steps: 1.5", [], "max_steps: expected int, got 1.5"),
         ("shape: gpt2-nano\nbf16: maybe", [], "bf16: expected bool, got 'maybe'"),
         ("shape: gpt2-nano\nlearning_rate: true", [], "learning_rate: expected float, got True"),
@@ -255,6 +278,8 @@ def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
             "model_type: olmo2\nnum_attention_heads: 4\nnum_key_value_heads: 3",
             "num_attention_heads: expected a multiple of num_key_value_heads=3, got 4",
         ),
+        ("model_type: olmo2\nnum_key_value_heads: 0", "num_key_value_heads: expected at least 1, got 0"),
+        ("model_type: gpt2\nn_head: 0", "n_head: expected at least 1, got 0"),
     ],
 )
 def test_wrong_shapes(tmp_path: Path, text: str, expected: str) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from streamattn import run_folder
 from streamattn.job import Job
-from streamattn.run_folder import LOCK, RunFolder
+from streamattn.run_folder import LOCK, RunFolder, checkpoint_to_resume
 from tests.finetune_jobs import ROOT
 
 MADE_FROM = {"data": None, "seq_len": 8, "tokenizer": None, "vocab_size": 300}
@@ -265,6 +266,28 @@ def test_what_was_prepared_is_dropped_by_the_process_that_made_it(tmp_path: Path
     folder = prepared(folder_of(tmp_path / "a" / "b"), "text")
     folder.close()
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("main", "begun"), [(True, True), (True, False), (False, False)])
+def test_a_restart_moves_aside_only_what_its_own_tries_left(
+    tmp_path: Path, main: bool, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first try was refused, the run that can't go on is another's; only the main process knows."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}", encoding="utf-8")
+    folder = folder_of(tmp_path, TRIES | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    if not begun:
+        folder.prepared.mkdir()
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    monkeypatch.setattr(TrainingArguments, "should_save", main)
+    if main and not begun:
+        with pytest.raises(ValueError, match=r"can't go on \(checkpoint-2: no readable trainer_state.json"):
+            checkpoint_to_resume(folder.job, arguments, folder)
+    else:
+        assert checkpoint_to_resume(folder.job, arguments, folder) == (None, True)
+    folder.close()
+    assert (checkpoint / "config.json").exists()
 
 
 def test_what_is_no_folder_is_one_line(tmp_path: Path) -> None:
