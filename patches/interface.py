@@ -199,7 +199,9 @@ def _window(module: nn.Module, given: int | None, windowed: bool, causal: bool) 
         return width if causal else width + 1
     if given is not None:
         return given
-    if windowed or (_is_sliding(module) and mask_maker(module.config) not in DENSE):
+    # One that passes a width itself, as cross-attention beside sliding layers does, has none by saying None.
+    sliding = _is_sliding(module) and not code.passes(type(module), "sliding_window")
+    if windowed or (sliding and mask_maker(module.config) not in DENSE):
         raise ValueError(
             f"{type(module).__name__} is a sliding layer by its configuration, but neither it nor its mask "
             "gave the window; unpatch_model(model), and load it with attn_implementation='sdpa'"
@@ -304,7 +306,7 @@ def _held(model: nn.Module, attention_layers: set[nn.Module]) -> list[tuple[Any,
         inner = {layer for holder in holders for layer in holder.modules() if layer in layers}
         if inner:
             known = not any(
-                code.makes_masks_for_torch(type(each)) or _has_unknown_attention(each, inner)
+                _has_unknown_attention(each, inner) or _works_on_masks(each, type(plain(config)), layers)
                 for each in holders
             )
             held.append((config, known and all(map(_takes_compact_masks, inner))))
@@ -320,6 +322,12 @@ def _has_unknown_attention(model: nn.Module, layers: set[nn.Module]) -> bool:
         if module in layers and (slot := _SLOT.match(name)):
             attention.add(_NUMBER.sub("*", slot[0]))
     return any(layers.isdisjoint(module.modules()) for place in attention for module in places[place])
+
+
+def _works_on_masks(model: nn.Module, config_class: type[PretrainedConfig], layers: set[nn.Module]) -> bool:
+    """Whether a module inside a model, not one of `layers`, works on masks made for its configuration."""
+    inside = {each for root in model.modules() if code.may_hold_masks(root) for each in root.modules()}
+    return any(code.works_on_mask_of(config_class, type(each)) for each in inside - layers)
 
 
 def _takes_compact_masks(layer: nn.Module) -> bool:

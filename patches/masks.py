@@ -4,9 +4,11 @@ Contract. Models whose configuration names "streamattn" get their masks from `co
 
 - a compact mask (`patches.compact`), a few numbers where nothing is hidden but by causality and a window: it
   says whether there are any, for not every layer knows;
-- a dense bool [B, 1, Tq, Tk], made by transformers, where a pattern has no such structure, where the caller
-  asks for a mask that it will work on, and where models of a configuration do so by their code, as poolers do
-  that hand a mask to torch's own attention.
+- a dense bool [B, 1, Tq, Tk], made by transformers, where a pattern has no such structure, and where the
+  caller asks for a mask that it will work on;
+- a dense one to be added, as for eager attention, where models of a configuration work on masks by their
+  code: poolers that hand one to torch's own attention, encoders that add a bias to it, layers that don't ask
+  transformers' interface for their attention. All of them know such a mask, and not all know a bool one.
 
 Segments are read off the mask function itself: where a key may not see the one before it a document or chunk
 begins. No value is read on the host but whether a padding mask hides anything, and that not while a graph is
@@ -117,8 +119,8 @@ def compact_mask(
             kwargs |= {"q_length": q_length, "q_offset": q_offset, "use_vmap": use_vmap, "device": device}
         if bidirectional:
             kwargs["allow_is_bidirectional_skip"] = False
-        dense: Any = masking_utils.sdpa_mask  # which makes one unless it may leave it out
-        return dense(
+        maker: Any = masking_utils.sdpa_mask  # which makes one unless it may leave it out
+        dense = maker(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
@@ -128,6 +130,10 @@ def compact_mask(
             allow_is_causal_skip=False,
             **kwargs,
         )
+        if not worked_on:
+            return dense
+        dtype = kwargs.get("dtype", torch.float32)
+        return torch.zeros_like(dense, dtype=dtype).masked_fill(~dense, torch.finfo(dtype).min)
 
     if not pattern.causal:
         filled = None
