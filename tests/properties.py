@@ -180,7 +180,7 @@ def only_noise(call: Call, inputs: Inputs) -> bool:
     return mostly or bool(shared.any())
 
 
-def check(call: Call, *backends: str, device: str = "cpu") -> None:
+def check(call: Call, *backends: str, device: str = "cpu", deterministic: bool | None = None) -> None:
     """out, lse and all gradients of the call on each backend are the oracle's."""
     inputs = build(call, device)
     assume(not only_noise(call, inputs))
@@ -189,15 +189,15 @@ def check(call: Call, *backends: str, device: str = "cpu") -> None:
         del want.tensors["lse"]
     for backend in backends:
         torch.manual_seed(11)
-        judge(outcome(call, inputs, backend), want, call.dtype, f"backend={backend}, {call}")
+        judge(outcome(call, inputs, backend, deterministic), want, call.dtype, f"backend={backend}, {call}")
 
 
-def outcome(call: Call, inputs: Inputs, backend: str) -> Result:
+def outcome(call: Call, inputs: Inputs, backend: str, deterministic: bool | None) -> Result:
     if call.with_lse:
-        return run(attention, inputs, return_lse=True, backend=backend)
+        return run(attention, inputs, return_lse=True, backend=backend, deterministic=deterministic)
 
     def without_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        out = attention(q, k, v, **options, backend=backend)
+        out = attention(q, k, v, **options, backend=backend, deterministic=deterministic)
         return out, torch.zeros_like(inputs.dlse, requires_grad=True)  # `run` differentiates two results
 
     result = run(without_lse, inputs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import streamattn.ops
 from streamattn.dispatch import Backend
@@ -18,6 +20,18 @@ def device() -> str:
 @pytest.fixture
 def backend() -> str:
     return "auto"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Every tensor that a kernel allocates and does not write holds NaN.
+
+    By torch's deterministic mode: who wants the Hopper backward says ``deterministic=False``.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

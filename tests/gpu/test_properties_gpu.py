@@ -46,11 +46,11 @@ def alike(call: Call) -> Iterator[Call]:
 
 @searched(calls(DTYPES, longest=LONGEST, head_dims=HEAD_DIMS), examples=8)
 def test_any_call(call: Call) -> None:
-    """Memory that a kernel allocates and does not write holds NaN."""
+    """Memory that a kernel allocates and does not write holds NaN; the backward is whichever is fastest."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for each in alike(call):
             with contextlib.suppress(UnsatisfiedAssumption):  # of one call; the others may be fit
-                check(each, Backend.AUTO.value, device="cuda")
+                check(each, Backend.AUTO.value, device="cuda", deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)

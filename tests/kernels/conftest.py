@@ -18,6 +18,7 @@ INTERPRETED = [
     "test_backward.py",
     "test_hopper_backward_rows.py",
     "test_launch.py",
+    "test_launch_arguments.py",
     "test_mask_gradient.py",
     "test_primitives.py",
     "test_properties.py",
