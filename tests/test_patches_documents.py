@@ -151,6 +151,8 @@ def test_bounds_of_documents_and_padding_both_hold(models: tuple[Any, Any]) -> N
 @pytest.mark.parametrize("family", hf_families.present("Llama 4", "Mistral"))
 def test_bounds_of_documents_and_what_masks_hide_both_hold(family: str) -> None:
     """Chunks are of masks, windows of layers."""
+    if not hf_families.makes_masks(family):
+        pytest.skip("this release makes masks in each model")
     model = patch_model(hf_families.build(family))
     ids = hf_models.tokens(1, 17)
     want = model(ids, use_cache=False).logits
