@@ -16,7 +16,7 @@ import torch
 INTERPRETED = [
     "test_forward.py",
     "test_backward.py",
-    "test_hopper_backward_rows.py",
+    "test_hopper_emulated.py",
     "test_launch.py",
     "test_launch_arguments.py",
     "test_mask_gradient.py",

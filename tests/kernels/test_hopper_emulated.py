@@ -1,0 +1,194 @@
+"""The kernels for Hopper from end to end, emulated: what they compute, and that no barrier is miscounted.
+
+`attention` itself is called, on the CPU. The emulator takes the place of Gluon when the kernels are imported,
+so nothing else of this process may have imported them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests import emulator
+
+emulator.install()
+
+from streamattn import attention, dispatch  # noqa: E402
+from streamattn.kernels import (  # noqa: E402
+    hopper_backward,
+    hopper_backward_warps,
+    hopper_forward,
+    hopper_producer,
+    segments,
+    tiles,
+)
+from streamattn.kernels.launch import launch  # noqa: E402
+from tests.cases import Case, Result, expected, judge, keep_of, run  # noqa: E402
+from tests.emulator import machine  # noqa: E402
+from tests.pairwise import pairwise  # noqa: E402
+
+HALF = torch.float16
+MULTIPROCESSORS = 3  # fewer than items, so that a program has several
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Gluon kernels that were run, by name; each run copies in an order of its own."""
+    names: list[str] = []
+
+    def emulate(
+        kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any], varying: Any = ()
+    ) -> None:
+        if not inspect.isfunction(kernel):  # plain Triton's, interpreted
+            return launch(kernel, key, pointers, arguments, varying)
+        names.append(kernel.__name__)
+        programs, rest = arguments()
+        tensors = dict(zip(inspect.signature(kernel).parameters, pointers, strict=False))
+        emulator.run(kernel, programs, {**tensors, **rest}, seed=len(names))
+
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "launch", emulate)
+        monkeypatch.setattr(module, "multiprocessor_count", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(segments, "SCAN", 512)  # fewer numbers for the interpreter
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    return names
+
+
+def check_forward(case: Case) -> None:
+    """out and lse of a call against float64."""
+    inputs = case.build(torch.float16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        out, lse = attention(
+            inputs.q, inputs.k, inputs.v, **inputs.options, backend="hopper", return_lse=True
+        )
+    want = expected(inputs, keep_of(case, seed=1))
+    judge(Result({"out": out, "lse": lse}), Result({name: want[name] for name in ("out", "lse")}), HALF, case)
+
+
+def check(case: Case) -> None:
+    """out, lse, dq, dk and dv of a call against float64."""
+    inputs = case.build(HALF)
+    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    judge(got, expected(inputs), HALF, case)
+
+
+FEATURES: dict[str, list[Any]] = {
+    "size": [(64, 64), (150, 150), (300, 300), (130, 200), (200, 330), (257, 90)],
+    "head_dim": [64, 96, 128, 256],
+    "heads": [(2, 2), (4, 2), (3, 1)],
+    "window": [None, "causal", (70, 0), (100, 40), (-1, 30)],
+    "extra": ["nothing", "pair", "lengths", "softcap", "dropout", "pair and softcap", "lengths and softcap"],
+    "layout": ["bthd", "bhtd"],
+}
+
+
+def feature_case(row: dict[str, Any]) -> Case:
+    (q_len, kv_len), window, extra = row["size"], row["window"], row["extra"]
+    if isinstance(window, tuple) and window[0] >= 0:  # every key is seen by some query
+        window = (max(window[0], kv_len - q_len), window[1])
+    return Case(
+        q_heads=row["heads"][0],
+        kv_heads=row["heads"][1],
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=row["head_dim"],
+        causal=window == "causal",
+        window_size=None if window == "causal" else window,
+        segments="pair" if "pair" in extra else "none",
+        lengths="ragged" if "lengths" in extra else "none",
+        softcap=3.0 if "softcap" in extra else None,
+        dropout_p=0.2 if "dropout" in extra else 0.0,
+        layout=row["layout"],
+        seed=q_len,
+    )
+
+
+@pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_features_forward(row, served):
+    check_forward(feature_case(row))
+    assert served == ["hopper_fwd_kernel"]
+
+
+SIZES = [(64, 64), (150, 150), (300, 300), (130, 200), (200, 130), (64, 1)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_forward_and_backward(size, head_dim, causal, served):
+    check(
+        Case(
+            q_heads=4,
+            kv_heads=2,
+            q_len=size[0],
+            kv_len=size[1],
+            head_dim=head_dim,
+            causal=causal,
+            layout="bthd",
+        )
+    )
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tile", ["_TALL_64", "_WIDE_64", "_SMALL_64"])
+def test_every_tile(tile, causal, monkeypatch):
+    chosen = getattr(tiles, tile)
+    monkeypatch.setattr(hopper_forward, "choose_hopper_tile", lambda *args: chosen)
+    check_forward(Case(q_len=700, kv_len=700, head_dim=64, causal=causal))
+
+
+@pytest.mark.parametrize("segments", ["ids", "pair"])
+def test_what_padding_holds_reaches_nothing(segments):
+    case = Case(q_len=300, kv_len=300, head_dim=64, causal=True, segments=segments)
+    inputs = case.build(HALF)
+    ids = inputs.options["segment_ids"]
+    hidden = (ids if segments == "ids" else ids[1]) < 0
+    with torch.no_grad():
+        clean = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="hopper")
+        k, v = (x.masked_fill(hidden[:, None, :, None], torch.nan) for x in (inputs.k, inputs.v))
+        assert k.isnan().any()
+        assert torch.equal(attention(inputs.q, k, v, **inputs.options, backend="hopper"), clean)
+
+
+# module, function, what it says, what it could say by mistake
+FAULTS = [
+    (hopper_forward, "step", "n > n_end", "n >= n_end"),
+    (hopper_forward, "hide", "keys[None, :] <= last[:, None]", "keys[None, :] < last[:, None]"),
+    (hopper_forward, "online_softmax", "rescale = exp2(m - base)", "rescale = exp2(m - m)"),
+    (hopper_producer, "producer", "if u >= STAGES:", "if u > STAGES:"),
+    (hopper_producer, "producer", "(count & 1) ^ 1", "count & 1"),
+    (
+        hopper_backward_warps,
+        "step",
+        "deps=[dv, dq])\n",
+        "deps=[dv, dq])\n        release(Q_FREE + t % STAGES, THREADS)\n",
+    ),
+    (hopper_backward_warps, "step", "await_release(DS_FULL, CONSUMERS * 128)", "pass"),
+    (hopper_backward_warps, "add_dq", "tma.store_wait(0)", "pass"),
+    (hopper_backward_warps, "copy_pair", "+ ROWS * 4", "+ ROWS * 8"),
+    (hopper_backward_warps, "producer", "if t >= STAGES:", "if t > STAGES:"),
+]
+
+
+@pytest.mark.parametrize(("module", "function", "right", "wrong"), FAULTS)
+def test_the_emulator_sees_faults(module, function, right, wrong, monkeypatch):
+    """Wrong numbers, a buffer handed back too early, a barrier miscounted."""
+    source = textwrap.dedent(inspect.getsource(getattr(module, function)))
+    assert right in source
+    names: dict[str, Any] = dict(vars(module))
+    exec(compile(source.replace(right, wrong), "<fault>", "exec"), names)
+    for at in (hopper_forward, hopper_producer, hopper_backward, hopper_backward_warps):
+        if hasattr(at, function) and getattr(at, function) is getattr(module, function):
+            monkeypatch.setattr(at, function, names[function])
+    monkeypatch.setattr(machine, "TIMEOUT", 1.0)
+    with pytest.raises((AssertionError, IndexError)):
+        check(Case(q_len=400, kv_len=400, head_dim=128, causal=True))
