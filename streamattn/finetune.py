@@ -3,14 +3,14 @@
 ``torchrun --nproc-per-node N -m streamattn.finetune configs/<name>.yaml [--key value ...]``, or
 ``streamattn finetune ...`` in one process. The loop, DDP, precision, schedule, logging, evaluation and
 checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text,
-`streamattn.run_folder` minds the output folder and finds the checkpoint to go on from, and this file builds
-the trainer and reports.
+`streamattn.processes` joins the others and notices their loss, `streamattn.run_folder` minds the output
+folder and finds the checkpoint to go on from, and this file builds the trainer and reports.
 
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
 and leaves ``output_dir`` as it was; of several processes one speaks. A checkpoint that can't be written ends
-it in one line too, which says how to go on. No run overwrites another: an unfinished one goes on or is left
-alone, a finished one, or with ``--resume`` one that can't go on, is moved aside when the first step comes
-next.
+it in one line too, which says how to go on, and so do a process that is lost (status 1) and SIGTERM (143).
+No run overwrites another: an unfinished one goes on or is left alone, a finished one, or with ``--resume``
+one that can't go on, is moved aside when the first step comes next.
 
 Left out on purpose: a training loop, and parallelism beyond DDP.
 """
@@ -24,13 +24,12 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -52,6 +51,15 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from patches import patch_model, patch_report
+from streamattn import processes
+from streamattn.checkpoints import (
+    RecordWorldSize,
+    RunTrainer,
+    blocks_of_step,
+    check_same_shape,
+    last_checkpoint,
+    trainer_state,
+)
 from streamattn.data import (
     TokenBlocks,
     hub_or_cache,
@@ -65,7 +73,6 @@ from streamattn.job import (
     Job,
     check_batches,
     check_causal,
-    check_launch,
     job_keys,
     load_pretrained,
     load_shape,
@@ -74,29 +81,20 @@ from streamattn.job import (
 )
 from streamattn.run_folder import (
     Finished,
-    RecordWorldSize,
     RunFolder,
     cannot_go_on,
     cannot_write,
-    check_same_shape,
     checkpoint_to_resume,
-    last_checkpoint,
     last_step,
-    trainer_state,
     writing,
 )
 
 COMPARED_TOKENS = 512
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
-SECONDS_TO_SPEAK = 15.0  # and to exit: some seconds where processes share few cores
 
 
 class Refused(ValueError):
     """The job can't be started as it was asked for, or what it trains can't be saved."""
-
-
-class RefusedElsewhere(Exception):
-    """Another process of the launch says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: ``CONFIG [--key value ...]``; None = the process's arguments.
 
     Returns:
-        The exit status: 0; 2 after a mistake and 130 after Ctrl-C, each printed as one line.
+        The exit status: 0; 2 after a mistake and 130 after Ctrl-C, each printed as one line. Where another
+        process is lost, or after SIGTERM, the process ends here.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -121,26 +120,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             job = read_job(arguments)
             folder = RunFolder(job, os.environ)
-            if check_launch(job, os.environ):
-                _join_process_group(job)
+            processes.join(job)
             with hub_or_cache(job.model, job.tokenizer, job.data):
                 trainer, checkpoint = build_trainer(job, folder)
         except (ValueError, OSError) as error:
             raise Refused(one_line(error)) from error
         try:
-            train(trainer, checkpoint, began)
+            with _stopping(job, folder, trainer):
+                train(trainer, checkpoint, began)
         except (Refused, Finished):
             raise
         except Exception as error:
+            if (why := processes.loss(error)) is not None:
+                processes.end(1, partial(_farewell, why, job, folder, trainer))
             if (line := cannot_write(error, folder.path)) is None:
                 raise
             raise Refused(f"{line}; {_way_on(job, trainer)}") from error
     except Refused as error:
-        _let_the_first_speak()
+        processes.let_the_first_speak()
         print(f"streamattn finetune: {one_line(error)}", file=sys.stderr)
         status = 2
-    except RefusedElsewhere:
-        _let_the_first_speak(everywhere=True)
+    except processes.RefusedElsewhere:
+        processes.let_the_first_speak(everywhere=True)
         status = 2
     except Finished as note:
         if speaks:
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Gloo's thread, which may wait for the GIL.
     del trainer
     gc.collect()
-    _leave_process_group()
+    processes.leave()
     return status
 
 
@@ -177,7 +178,8 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
         Finished: there is nothing left to do, and nothing was touched.
     """
     with _refusing("transformers.TrainingArguments"):
-        arguments = TrainingArguments(**job.training)
+        values: dict[str, Any] = job.training | {"use_cpu": processes.uses_cpu(job)}
+        arguments = TrainingArguments(**values)
     checkpoint, starts = checkpoint_to_resume(job, arguments, folder)
     set_seed(arguments.seed)
     if job.model is not None:
@@ -193,7 +195,7 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
             text = _prepare_text(job, arguments, config, checkpoint, place)
         except Exception as error:
             mistake = error
-    _raise_in_one_process(mistake)
+    processes.raise_in_one_process(mistake)
     assert text is not None
     tokenizer, train_blocks, held_out = text
     if job.model is not None:
@@ -227,14 +229,14 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
     if job.patch:
         _patch(model, held_out, arguments, console)
     with _refusing("transformers.Trainer"):
-        trainer = Trainer(
+        trainer = RunTrainer(
             model=model,
             args=arguments,
             train_dataset=train_blocks,
             eval_dataset=held_out,
             processing_class=tokenizer,
             data_collator=default_data_collator,
-            callbacks=[RecordWorldSize(arguments.world_size)],
+            callbacks=[RecordWorldSize(arguments)],
         )
     # Before all others: TensorBoard's would write into a folder that is about to move.
     trainer.callback_handler.callbacks.insert(0, _Begun(folder if starts else None, console))
@@ -256,17 +258,6 @@ def _refusing(what: str, begun: _Begun | None = None) -> Iterator[None]:
         raise Refused(f"{what}: {one_line(error)}") from error
 
 
-def _raise_in_one_process(mistake: Exception | None) -> None:
-    """Raise the mistake of the first process that has one; all processes call this, for all have to stop."""
-    found = [mistake is not None]
-    if dist.is_available() and dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, mistake is not None)
-    if any(found):
-        speaks = found.index(True) == (dist.get_rank() if len(found) > 1 else 0)
-        raise mistake if speaks and mistake is not None else RefusedElsewhere
-
-
 def _spare_warnings(model: PreTrainedModel) -> None:
     """Say what transformers would rightly guess, but with a warning."""
     # It looks for the kind of loss in the class's name; GPT2LMHeadModel's has none.
@@ -274,16 +265,6 @@ def _spare_warnings(model: PreTrainedModel) -> None:
     # A tied head isn't missing from a checkpoint.
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     model._keys_to_ignore_on_save = tied | set(model._keys_to_ignore_on_save or ())
-
-
-def _join_process_group(job: Job) -> None:
-    """Wait for all processes; TrainingArguments would do it without its ``ddp_timeout`` on the CPU."""
-    backend = job.training.get("ddp_backend") or ("gloo" if job.training.get("use_cpu") else "nccl")
-    timeout = timedelta(seconds=job.training.get("ddp_timeout", TrainingArguments.ddp_timeout))
-    try:
-        dist.init_process_group(backend, timeout=timeout)
-    except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
-        raise ConnectionError(f"can't join the process group: {one_line(error)}") from None
 
 
 def _prepare_text(
@@ -464,14 +445,18 @@ def _way_on(job: Job | None, trainer: Trainer | None) -> str:
     return "there is no checkpoint yet, so start again"
 
 
-def _let_the_first_speak(everywhere: bool = False) -> None:
-    """Wait: if the first process of this host refuses the job too, torchrun ends this one meanwhile.
+def _stopping(job: Job, folder: RunFolder, trainer: Trainer) -> AbstractContextManager[None]:
+    """While it trains, SIGTERM ends the process with a line, unless Trainer makes a checkpoint of it."""
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        return nullcontext()
+    why = "stopped by SIGTERM, as when another process of the launch is lost or the job is cancelled"
+    return processes.ending_on_sigterm(partial(_farewell, why, job, folder, trainer))
 
-    With ``everywhere`` the first one waits too, for a process that has more to say.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and (everywhere or os.environ.get("LOCAL_RANK", "0") != "0"):
-        with suppress(KeyboardInterrupt):
-            time.sleep(SECONDS_TO_SPEAK)
+
+def _farewell(why: str, job: Job, folder: RunFolder, trainer: Trainer) -> str:
+    launcher = os.environ.get("TORCHELASTIC_RUN_ID") is not None
+    way_on = "torchrun starts it again" if launcher and not folder.last_try else _way_on(job, trainer)
+    return f"streamattn finetune: {why}; {way_on}"
 
 
 def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) -> None:
@@ -522,8 +507,7 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
     dataset = trainer.train_dataset
     assert isinstance(dataset, TokenBlocks)
     steps = trainer.state.global_step - first_step
-    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    tokens = steps * blocks * dataset.blocks.shape[1]
+    tokens = steps * blocks_of_step(arguments) * dataset.blocks.shape[1]
     loss = final["eval_loss"]
     held_out_loss = f"{loss:.4f}"
     if evaluated and evaluated[0]["step"] < trainer.state.global_step:
@@ -586,11 +570,6 @@ def _sample(trainer: Trainer) -> tuple[str, str]:
     )
     read, written = tokens[0].split([prompt.shape[1], len(tokens[0]) - prompt.shape[1]])
     return str(tokenizer.decode(read)), str(tokenizer.decode(written))
-
-
-def _leave_process_group() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""What ``streamattn info`` prints: versions, devices, and each backend with the reason why it can't be used.
+"""What ``streamattn info`` prints: versions, devices, why a backend can't be used, and what is wrong here.
+
+What is wrong, with this machine or with the launch that it runs in, `streamattn.doctor` finds. Of several
+processes, as under ``torchrun --nproc-per-node 2 -m streamattn info``, the first prints the report, the
+others only what is wrong with them.
 
 Works without Triton and without transformers. The driver's version comes from the ``nvidia-smi`` tool, for
 torch knows only the CUDA version that it was built with.
@@ -10,27 +14,44 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 import torch
 
+from streamattn import doctor
 from streamattn.dispatch import Backend, unavailable
+
+MASTER_SECONDS = 5.0
 
 _PACKAGES = ("streamattn", "torch", "triton", "transformers", "accelerate", "einops")
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Print the report; takes no arguments. Returns the exit status."""
+    """Print the report; takes no arguments. Returns the exit status: 1 where a job could not run."""
     if argv:
         raise SystemExit(f"streamattn info: takes no arguments, got {' '.join(argv)}")
-    print(report())
-    return 0
+    machine = doctor.look()
+    findings = doctor.examine(os.environ, machine, master_seconds=MASTER_SECONDS)
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(report(machine, findings))
+    else:
+        for finding in findings:
+            print(f"rank {rank}: {'fatal' if finding.fatal else 'warning'}: {finding}")
+    return int(any(finding.fatal for finding in findings))
 
 
-def report() -> str:
-    """The report as text, one fact a line under the headings versions, devices and backends."""
-    sections = {"versions": versions(), "devices": devices(), "backends": backends()}
+def report(machine: doctor.Machine, findings: Sequence[doctor.Finding]) -> str:
+    """The report as text, one fact a line: versions, devices, backends, launch and findings."""
+    found = [("fatal" if finding.fatal else "warning", str(finding)) for finding in findings]
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "backends": backends(),
+        "launch": launch(os.environ, machine),
+        "findings": found or [("none", "nothing is wrong with this machine or this launch")],
+    }
     lines: list[str] = []
     for heading, rows in sections.items():
         rows = list(rows)
@@ -81,6 +102,17 @@ def backends() -> Iterator[tuple[str, str]]:
         for kind in kinds:
             reason = unavailable(backend, torch.device(kind))
             yield f"{backend.value} on {kind}", "ok" if reason is None else f"no: {reason}"
+
+
+def launch(environment: Mapping[str, str], machine: doctor.Machine) -> Iterator[tuple[str, str]]:
+    """The variables of torchrun, and what processes share."""
+    names = (*doctor.NEEDED, "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    given = " ".join(f"{name}={environment[name]}" for name in names if name in environment)
+    yield "processes", given if doctor.is_launched(environment) else "one: torchrun set no variables"
+    yield "nccl", machine.nccl or "torch has none"
+    yield "timeout", f"{doctor.COLLECTIVE_SECONDS:.0f} s for a collective; ddp_timeout of a job changes it"
+    yield "/dev/shm", "not there" if machine.shm is None else f"{machine.shm / 2**20:,.0f} MiB"
+    yield "network", ", ".join(machine.interfaces) or "unknown"
 
 
 def _driver_version() -> str:

@@ -1,28 +1,25 @@
-"""What a fine-tuning run was asked for: the YAML, the command line, and torchrun's environment variables.
+"""What a fine-tuning run was asked for: the YAML and the command line.
 
-Beside that the checks which need no trainer; `streamattn.run_folder` has what is found in ``output_dir``.
+Beside that the checks which need no trainer; `streamattn.run_folder` has what is found in ``output_dir``,
+`streamattn.doctor` what is wrong with the launch.
 
 The YAML is flat: the fields of `Job`, and any field of ``transformers.TrainingArguments``. ``--key value`` on
 the command line overrides one of them, ``--resume`` goes on from the last complete checkpoint. Every mistake
-raises a ValueError or ConnectionError of one line: what was expected, what came, and what to do.
+raises a ValueError of one line: what was expected, what came, and what to do.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
 import os
 import re
-import socket
 import sys
 import textwrap
-import time
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from streamattn.data import is_path
 
-MASTER_TIMEOUT = timedelta(seconds=60)
 LONGEST_MESSAGE = 600
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -55,7 +51,6 @@ _FROM_ONE_ON = (
     "eval_accumulation_steps",
     "dataloader_prefetch_factor",
 )
-_LAUNCH = "torchrun --nproc-per-node {processes} -m streamattn.finetune {config}"
 
 
 class _Loader(yaml.SafeLoader):
@@ -179,8 +174,6 @@ def read_job(argv: Sequence[str]) -> Job:
     values["output_dir"] = values.get("output_dir") or f"runs/{path.stem}"
     values.setdefault("report_to", "none")
     values.setdefault("dataloader_pin_memory", torch.cuda.is_available())
-    # Without it accelerate makes each process of a launch on the CPU train a model of its own.
-    values.setdefault("use_cpu", not torch.cuda.is_available())
     # Every parameter of a language model is used; looking for others costs a walk of the graph a step.
     values.setdefault("ddp_find_unused_parameters", False)
     # Bars redraw themselves: in a file each step would leave a line.
@@ -468,71 +461,3 @@ def check_batches(arguments: TrainingArguments, train_blocks: int, held_out_bloc
                 f"per_device_{name}_batch_size: expected at most {most}, got {size}: dataloader_drop_last "
                 f"would drop all of the {blocks[name]} blocks; leave it out, or take smaller batches"
             )
-
-
-def check_launch(job: Job, environment: Mapping[str, str]) -> bool:
-    """Check the variables that torchrun sets, that each process has a GPU, and that the master answers.
-
-    PyTorch would fail on each of them too, but late, and deep inside C++.
-
-    Returns:
-        Whether this is one of several processes.
-
-    Raises:
-        ValueError: variables missing or wrong, more processes on this host than GPUs.
-        ConnectionError: nothing answers at MASTER_ADDR:MASTER_PORT within `MASTER_TIMEOUT` (``ddp_timeout``
-            if that is less).
-    """
-    if not {"RANK", "LOCAL_RANK"} & environment.keys() and environment.get("WORLD_SIZE", "1") == "1":
-        return False
-    numbers, address = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), "MASTER_ADDR"
-    missing = [name for name in (*numbers, address) if not environment.get(name)]
-    if missing:
-        present = [name for name in (*numbers, address) if name not in missing]
-        launch = _LAUNCH.format(processes=environment.get("WORLD_SIZE") or "N", config=job.config)
-        raise ValueError(f"{', '.join(present)} set but {', '.join(missing)} missing; launch with: {launch}")
-    for name in (*numbers, "LOCAL_WORLD_SIZE"):
-        if not environment.get(name, "1").isdigit():
-            raise ValueError(f"{name}: expected a whole number, got {environment[name]!r}")
-    rank, local_rank, world_size, port = (int(environment[name]) for name in numbers)
-    if not 0 < port < 2**16:
-        raise ValueError(f"MASTER_PORT: expected 1 to 65535, got {port}")
-    if rank >= world_size:
-        raise ValueError(f"RANK: expected less than WORLD_SIZE={world_size}, got {rank}")
-    local_processes = max(int(environment.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is not None and local_processes > gpus and not job.training.get("use_cpu"):
-        launch = _LAUNCH.format(processes=gpus, config=job.config)
-        raise ValueError(
-            f"{local_processes} processes on this host but {gpus} visible GPU{'s' * (gpus != 1)}; "
-            f"launch with: {launch} (or pass --use_cpu)"
-        )
-    seconds = min(MASTER_TIMEOUT.total_seconds(), job.training.get("ddp_timeout", math.inf))
-    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    _check_master(environment[address], port, seconds, hosts_store)
-    return True
-
-
-def _check_master(address: str, port: int, seconds: float, hosts_store: bool) -> None:
-    """Connect to the master once. The process that will host the store there listens itself meanwhile."""
-    deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as stack:
-        if hosts_store:
-            try:
-                stack.enter_context(socket.create_server(("", port)))
-            except OSError as error:
-                raise ConnectionError(
-                    f"MASTER_PORT: can't listen on {port} ({error.strerror}); set another"
-                ) from None
-        while True:
-            try:
-                left = max(0.1, deadline - time.monotonic())
-                stack.enter_context(socket.create_connection((address, port), timeout=min(left, 5.0)))
-                return
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise ConnectionError(
-                        f"no master at MASTER_ADDR={address} MASTER_PORT={port} within {seconds:.0f} s "
-                        f"({error.strerror or error}); is rank 0 running there, and is the port open?"
-                    ) from None
-                time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))

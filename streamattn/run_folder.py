@@ -23,18 +23,23 @@ import os
 import re
 import shutil
 import socket
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import TrainingArguments
 
-from streamattn.job import Job, load_pretrained
+from streamattn.checkpoints import (
+    all_checkpoints,
+    keep_batch,
+    last_checkpoint,
+    trainer_state,
+    why_incomplete,
+    world_size_of,
+)
+from streamattn.job import Job
 
 LOCK = ".streamattn.lock"
 PARTS = ("blocks", "tokenizer")
@@ -77,100 +82,6 @@ def writing(folder: Path) -> Iterator[None]:
         raise ValueError(line) from error
 
 
-def world_size_of(checkpoint: Path) -> int:
-    """How many processes wrote a checkpoint; 1 if it doesn't say.
-
-    Raises:
-        OSError, ValueError, TypeError, KeyError, AttributeError: its state can't be read.
-    """
-    recorded = trainer_state(checkpoint)["stateful_callbacks"].get(RecordWorldSize.__name__, {})
-    return int(recorded.get("args", {}).get("world_size", 1))
-
-
-def trainer_state(folder: Path) -> dict[str, Any]:
-    """What Trainer saved of its state at a checkpoint or, in a run's folder, at the end.
-
-    Raises:
-        OSError: it can't be read.
-        ValueError: it isn't such a state.
-    """
-    file = folder / "trainer_state.json"
-    state = json.loads(file.read_text(encoding="utf-8"))
-    for key, kind in (("global_step", int), ("max_steps", int), ("log_history", list)):
-        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            raise ValueError(f"{file} is damaged: expected {key} ({kind.__name__}) in it")
-    return state
-
-
-class RecordWorldSize(TrainerCallback, ExportableState):
-    """Puts the number of processes into each checkpoint's state: so many generator states belong to it."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def state(self) -> dict[str, Any]:
-        """What Trainer saves under this class's name."""
-        return {"args": {"world_size": self.world_size}, "attributes": {}}
-
-
-def last_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest complete checkpoint in ``output_dir``, and the incomplete ones with what is wrong with each.
-
-    A process killed while it saves leaves a folder that looks like a checkpoint, and Trainer would take it.
-    """
-    folders = _checkpoints(output_dir)
-    broken = {folder: reason for folder in folders if (reason := why_incomplete(folder)) is not None}
-    # By time, not by step: an earlier and longer run may have left higher numbers here.
-    complete = [folder for folder in folders if folder not in broken]
-    return max(complete, key=lambda f: (f / "trainer_state.json").stat().st_mtime_ns, default=None), broken
-
-
-def _checkpoints(output_dir: Path) -> list[Path]:
-    """Trainer's folders, by step."""
-    found = (f for f in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name))
-    return sorted((f for f in found if f.is_dir()), key=lambda f: int(f.name.partition("-")[2]))
-
-
-def why_incomplete(checkpoint: Path) -> str | None:
-    """What is missing or cut off in a checkpoint; None if it is complete."""
-    try:
-        # Rank 0 writes this file last.
-        world_size = world_size_of(checkpoint)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return "no readable trainer_state.json"
-    ranks = [f"rng_state_{rank}.pth" for rank in range(world_size)] if world_size > 1 else ["rng_state.pth"]
-    weights = list(checkpoint.glob("*.safetensors"))
-    if not weights:
-        return "no *.safetensors"
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt"):  # compares the header with the file's length
-                pass
-        except (SafetensorError, OSError):
-            return f"{file.name} is cut off"
-    states = ("optimizer.pt", "scheduler.pt", *ranks)
-    if not any((checkpoint / name).exists() for name in states):
-        return "save_only_model left out its optimizer"
-    # torch.save writes a zip, whose directory stands at its end.
-    for name in states:
-        if not (checkpoint / name).exists():
-            return f"no {name}"
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"{name} is cut off"
-        # Trainer would find it when training has begun. The optimizer's, as large as the model, is read once.
-        if name != "optimizer.pt" and not _sums_agree(checkpoint / name):
-            return f"{name} is damaged"
-    return None
-
-
-def _sums_agree(archive: Path) -> bool:
-    try:
-        with zipfile.ZipFile(archive) as parts:
-            return parts.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
-        return False
-
-
 def last_step(output_dir: Path) -> int | None:
     """The step at which the run in ``output_dir`` ended; None if none did."""
     try:
@@ -181,7 +92,7 @@ def last_step(output_dir: Path) -> int | None:
 
 def holds_run(output_dir: Path) -> bool:
     """Whether a run left a model there, or a checkpoint: of a broken one the weights may still be wanted."""
-    return _has_ended(output_dir) or any(any(folder.iterdir()) for folder in _checkpoints(output_dir))
+    return _has_ended(output_dir) or any(any(folder.iterdir()) for folder in all_checkpoints(output_dir))
 
 
 def _has_ended(output_dir: Path) -> bool:
@@ -204,17 +115,6 @@ def steps_left(output_dir: Path) -> tuple[int, int] | None:
     step, steps = state["global_step"], state["max_steps"]
     # A run that keeps no checkpoints, or only its best, ends behind the newest.
     return None if step >= steps or (ended is not None and ended > step) else (step, steps)
-
-
-def check_same_shape(checkpoint: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a checkpoint of other sizes: Trainer would load what fits, or fail half way."""
-    saved = load_pretrained(AutoConfig, "resume", checkpoint).to_dict()
-    for key, value in config.to_dict().items():
-        if type(value) is int and not key.endswith("_token_id") and saved.get(key) != value:
-            raise ValueError(
-                f"{key}: {checkpoint} has {saved.get(key)} and can't go on with {value}; pass the same "
-                "model or shape, or another output_dir"
-            )
 
 
 class Finished(Exception):
@@ -297,7 +197,7 @@ class RunFolder:
         self.path = Path(os.path.realpath(job.output_dir))
         self.prepared = self.path / ".prepared"
         self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._last_try = self.restarts >= int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self.last_try = self.restarts >= int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         self._made: list[Path] = []
         self._lock: Lock | None = None
         self._waiting: Lock | None = None  # in `prepared`
@@ -419,7 +319,7 @@ class RunFolder:
     def close(self) -> None:
         """Let others in; of a run that didn't begin nothing stays, unless torchrun tries once more."""
         if self._waiting is not None:
-            if self._last_try and self._waiting.held():
+            if self.last_try and self._waiting.held():
                 with suppress(OSError):  # what stays is replaced by the next run
                     self._empty_prepared()
                     self.prepared.rmdir()
@@ -496,6 +396,8 @@ def checkpoint_to_resume(
                 "--resume alone for the newest that is complete"
             )
         named = os.path.realpath(named)  # a way through output_dir ends when that is moved
+        if (note := keep_batch(Path(named), arguments)) is not None:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         if restarted or output.resolve() in Path(named).resolve().parents:
             return named, False
     elif job.resume or restarted:
@@ -508,11 +410,13 @@ def checkpoint_to_resume(
             note = f"resuming from {found}"
             if (before := world_size_of(found)) != arguments.world_size:
                 note += (
-                    f" of {before} process(es) with {arguments.world_size}: batches and random numbers, and "
-                    "so the losses, differ from an undisturbed run's"
+                    f" of {before} process(es) with {arguments.world_size}: dropout draws other numbers than "
+                    "in an undisturbed run"
                 )
         console.print(note, markup=False, highlight=False, soft_wrap=True)
         if found is not None:
+            if (note := keep_batch(found, arguments)) is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
             return str(found), False
     if arguments.should_save:
         folder.prepare()

@@ -70,6 +70,11 @@ def losses(output_dir: Path) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
 
+def environment_of_a_job(**changes: str) -> dict[str, str]:
+    """This process's variables for a job beside the tests."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+
+
 def start(*words: str, torchrun: int = 0, **environment: str) -> subprocess.Popen[str]:
     """Start a job in processes of its own: plain, or ``torchrun`` many under torchrun."""
     launcher = (
@@ -78,7 +83,7 @@ def start(*words: str, torchrun: int = 0, **environment: str) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "streamattn.finetune", *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        env=environment_of_a_job(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

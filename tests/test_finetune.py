@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import patches.hf
-from streamattn import finetune
+from streamattn import finetune, processes
 from streamattn.job import read_job
 from streamattn.run_folder import RunFolder
 from tests.finetune_jobs import losses, refused, write_job
@@ -367,7 +367,7 @@ def test_what_only_one_of_several_processes_has_to_say_is_said(
                 for name, value in environment.items():
                     patch.setenv(name, value)
                 assert "the nearest is 'seed'" in refused(capsys, *words)
-            assert waits == [finetune.SECONDS_TO_SPEAK] * count
+            assert waits == [processes.SECONDS_TO_SPEAK] * count
 
 
 def test_no_arguments_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,11 @@
-"""The YAML, the command line, and what torchrun sets: what is accepted, and one clear line for what isn't."""
+"""The YAML and the command line: what is accepted, and one clear line for what isn't."""
 
 from __future__ import annotations
 
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
 from transformers import (
     AutoConfig,
@@ -22,38 +19,17 @@ from transformers import (
 )
 
 from streamattn.job import (
-    Job,
     check_causal,
-    check_launch,
     load_pretrained,
     load_shape,
     read_job,
 )
-
-LAUNCHED = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 
 
 def write(folder: Path, text: str, name: str = "job.yaml") -> str:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def job(**training: Any) -> Job:
-    return Job(config=Path("configs/x.yaml"), training={"output_dir": "out", **training}, shape="gpt2-nano")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_own_keys_and_training_arguments_share_one_flat_file(tmp_path: Path) -> None:
@@ -332,79 +308,3 @@ def test_encoders_are_told_from_decoders() -> None:
     for config in (BertConfig(), RobertaConfig()):
         with pytest.raises(ValueError, match="is_decoder: false, whose tokens see what they are to predict"):
             check_causal(config)
-
-
-@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "elsewhere"}])
-def test_one_process_needs_no_launcher(environment: dict[str, str]) -> None:
-    check_launch(job(), environment)
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
-        ({"RANK": "0"}, "LOCAL_RANK, WORLD_SIZE, MASTER_PORT, MASTER_ADDR missing"),
-        ({"LOCAL_RANK": "0"}, "missing"),
-        ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR missing"),
-        ({k: v for k, v in LAUNCHED.items() if k != "WORLD_SIZE"}, "WORLD_SIZE missing"),
-    ],
-)
-def test_half_a_launch_prints_the_right_line(environment: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=missing) as error:
-        check_launch(job(), environment)
-    processes = environment.get("WORLD_SIZE", "N")
-    line = f"torchrun --nproc-per-node {processes} -m streamattn.finetune configs/x.yaml"
-    assert line in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"RANK": "one"}, "RANK: expected a whole number, got 'one'"),
-        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: expected a whole number, got 'two'"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected 1 to 65535, got 70000"),
-        ({"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
-    ],
-)
-def test_wrong_variables(changed: dict[str, str], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        check_launch(job(), LAUNCHED | changed)
-
-
-def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytorch/pytorch#68666: an early, clear error instead of an invalid device ordinal."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"2 processes on this host but 1 visible GPU; .*--nproc-per-node 1"):
-        check_launch(job(), LAUNCHED)
-    # On the CPU that many processes are fine; the next check is the master's.
-    with pytest.raises(ConnectionError, match="no master"):
-        check_launch(job(use_cpu=True, ddp_timeout=0), LAUNCHED | {"MASTER_PORT": str(free_port())})
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
-def test_an_unreachable_master_is_given_up_in_time(address: str) -> None:
-    environment = LAUNCHED | {"MASTER_PORT": str(free_port()), "MASTER_ADDR": address}
-    start = time.monotonic()
-    with pytest.raises(ConnectionError, match=f"no master at MASTER_ADDR={address}") as error:
-        check_launch(job(ddp_timeout=1), environment)
-    assert "\n" not in str(error.value)
-    assert time.monotonic() - start < 15
-
-
-def test_a_reachable_master_passes() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        check_launch(job(ddp_timeout=5), LAUNCHED | {"MASTER_PORT": port})
-
-
-def test_the_process_that_hosts_the_store_reaches_itself() -> None:
-    first = LAUNCHED | {"RANK": "0", "LOCAL_RANK": "0"}
-    check_launch(job(ddp_timeout=5), first | {"MASTER_PORT": str(free_port())})
-    with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        with pytest.raises(ConnectionError, match=f"MASTER_PORT: can't listen on {port}"):
-            check_launch(job(ddp_timeout=5), first | {"MASTER_PORT": port})
-        # torchrun's agent hosts the store itself.
-        check_launch(
-            job(ddp_timeout=5), first | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from streamattn import run_folder
+from streamattn import checkpoints, run_folder
 from streamattn.job import Job
 from streamattn.run_folder import LOCK, RunFolder, checkpoint_to_resume
 from tests.finetune_jobs import ROOT
@@ -64,7 +64,7 @@ def checkpoint(folder: Path, step: int, steps: int, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     state = {"global_step": step, "max_steps": steps, "log_history": []}
     (folder / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
-    monkeypatch.setattr(run_folder, "why_incomplete", lambda _: None)
+    monkeypatch.setattr(checkpoints, "why_incomplete", lambda _: None)
 
 
 def in_another_process(output: Path, text: str) -> subprocess.Popen[str]:

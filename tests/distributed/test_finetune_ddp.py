@@ -18,12 +18,12 @@ pytestmark = pytest.mark.distributed
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of 6 steps with the global batch of two processes, accumulated in one."""
     folder = tmp_path_factory.mktemp("one")
-    job = write_job(folder, max_steps=6, gradient_accumulation_steps=2, shape=str(_without_dropout(folder)))
+    job = write_job(folder, max_steps=6, gradient_accumulation_steps=2, shape=str(without_dropout(folder)))
     assert finetune.main([str(job)]) == 0
     return losses(folder / "out")
 
 
-def _without_dropout(folder: Path) -> Path:
+def without_dropout(folder: Path) -> Path:
     """Processes draw different masks, so dropout has no counterpart in one process."""
     write_job(folder)
     shape = (folder / "shape.yaml").read_text(encoding="utf-8").replace("attn_pdrop: 0.1", "attn_pdrop: 0.0")
@@ -40,7 +40,7 @@ def test_two_processes_train_as_one(
     job = write_job(
         tmp_path,
         max_steps=6,
-        shape=str(_without_dropout(tmp_path)),
+        shape=str(without_dropout(tmp_path)),
         gradient_checkpointing=gradient_checkpointing,
     )
     output = tmp_path / "out"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from streamattn import doctor
 from tests.finetune_jobs import refused, write_job
 
 TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -41,8 +41,7 @@ def test_more_processes_than_gpus(
     job = str(write_job(tmp_path, ddp_timeout=1))  # does not wait if it is let through
     for name, value in {**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(doctor, "look", lambda **_: doctor.Machine(gpus=((9, 0),) * gpus, nccl="2.27.5"))
     said = refused(capsys, job)
     assert f"8 processes on this host but {gpus} visible GPU" in said
     assert f"--nproc-per-node {gpus}" in said
