@@ -32,17 +32,19 @@ def world_size_of(checkpoint: Path) -> int:
     return int(recorded.get("args", {}).get("world_size", 1))
 
 
-def blocks_of_step(arguments: TrainingArguments) -> int:
+def blocks_of_step(arguments: TrainingArguments, context_parallel_size: int) -> int:
     """How many blocks of text all processes together take in one step."""
-    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    groups = arguments.world_size // context_parallel_size
+    return arguments.train_batch_size * arguments.gradient_accumulation_steps * groups
 
 
-def keep_batch(checkpoint: Path, arguments: TrainingArguments) -> str | None:
+def keep_batch(checkpoint: Path, arguments: TrainingArguments, context_parallel_size: int) -> str | None:
     """Have a step take as many blocks of text as before, so that the order of the data goes on.
 
     Args:
         checkpoint: the one to go on from.
         arguments: whose ``gradient_accumulation_steps`` is changed, if need be.
+        context_parallel_size: processes that share one sequence.
 
     Returns:
         What to say of a change.
@@ -52,14 +54,16 @@ def keep_batch(checkpoint: Path, arguments: TrainingArguments) -> str | None:
     """
     recorded = trainer_state(checkpoint)["stateful_callbacks"].get(RecordWorldSize.__name__, {})
     batch, asked = recorded.get("args", {}).get("batch"), arguments.gradient_accumulation_steps
-    if batch is None or arguments.auto_find_batch_size or blocks_of_step(arguments) == batch:
+    now = blocks_of_step(arguments, context_parallel_size)
+    if batch is None or arguments.auto_find_batch_size or now == batch:
         return None
-    share, left = divmod(batch, arguments.world_size)
+    groups = arguments.world_size // context_parallel_size
+    share, left = divmod(batch, groups)
     takes = f"a step of the run in {checkpoint} takes {batch} blocks"
     if left:
         raise ValueError(
-            f"{takes}, which {arguments.world_size} processes can't share; go on with a number of processes "
-            f"that divides {batch}, or start anew with --model {checkpoint} and another --output_dir"
+            f"{takes}, which can't be shared out to {groups} processes; go on with a number of them that "
+            f"divides {batch}, or start anew with --model {checkpoint} and another --output_dir"
         )
     if share % arguments.train_batch_size:
         raise ValueError(
@@ -91,10 +95,11 @@ class RecordWorldSize(TrainerCallback, ExportableState):
 
     Args:
         arguments: of the run.
+        context_parallel_size: processes that share one sequence.
     """
 
-    def __init__(self, arguments: TrainingArguments) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: TrainingArguments, context_parallel_size: int) -> None:
+        self.arguments, self.context_parallel_size = arguments, context_parallel_size
 
     def state(self) -> dict[str, Any]:
         """What Trainer saves under this class's name.
@@ -102,7 +107,8 @@ class RecordWorldSize(TrainerCallback, ExportableState):
         ``world_size``: so many generator states belong to the checkpoint. ``batch``: the blocks of a step;
         None where auto_find_batch_size may have made them fewer.
         """
-        batch = None if self.arguments.auto_find_batch_size else blocks_of_step(self.arguments)
+        known = not self.arguments.auto_find_batch_size
+        batch = blocks_of_step(self.arguments, self.context_parallel_size) if known else None
         return {"args": {"world_size": self.arguments.world_size, "batch": batch}, "attributes": {}}
 
 

@@ -55,7 +55,6 @@ from streamattn import processes
 from streamattn.checkpoints import (
     RecordWorldSize,
     RunTrainer,
-    blocks_of_step,
     check_same_shape,
     last_checkpoint,
     trainer_state,
@@ -236,7 +235,7 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
             eval_dataset=held_out,
             processing_class=tokenizer,
             data_collator=default_data_collator,
-            callbacks=[RecordWorldSize(arguments)],
+            callbacks=[RecordWorldSize(arguments, job.context_parallel_size)],
         )
     # Before all others: TensorBoard's would write into a folder that is about to move.
     trainer.callback_handler.callbacks.insert(0, _Begun(folder if starts else None, console))
@@ -507,7 +506,8 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
     dataset = trainer.train_dataset
     assert isinstance(dataset, TokenBlocks)
     steps = trainer.state.global_step - first_step
-    tokens = steps * blocks_of_step(arguments) * dataset.blocks.shape[1]
+    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    tokens = steps * blocks * dataset.blocks.shape[1]
     loss = final["eval_loss"]
     held_out_loss = f"{loss:.4f}"
     if evaluated and evaluated[0]["step"] < trainer.state.global_step:

@@ -21,8 +21,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
-from torch.distributed.rendezvous import rendezvous
 from transformers import TrainingArguments
 
 from streamattn import doctor
@@ -67,9 +65,9 @@ def join(job: Job) -> None:
     backend = values.get("ddp_backend") or ("gloo" if uses_cpu(job) else "nccl")
     timeout = timedelta(seconds=seconds)
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore
         # torchrun's store outlives a restart, and with it the addresses of the processes before that.
-        store = PrefixStore(f"attempt {_attempt(os.environ)}", store)
+        store = dist.PrefixStore(f"attempt {_attempt(os.environ)}", store)  # type: ignore
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
         raise ConnectionError(f"can't join the process group: {one_line(error)}") from None
@@ -190,7 +188,7 @@ def _is_first_to_speak(environment: Mapping[str, str]) -> bool:
         return True
     try:
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))  # type: ignore
         return store.add(f"streamattn: lost in attempt {_attempt(environment)}", 1) == 1
     except (RuntimeError, ValueError, KeyError):
         return True

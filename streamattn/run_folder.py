@@ -396,7 +396,7 @@ def checkpoint_to_resume(
                 "--resume alone for the newest that is complete"
             )
         named = os.path.realpath(named)  # a way through output_dir ends when that is moved
-        if (note := keep_batch(Path(named), arguments)) is not None:
+        if (note := keep_batch(Path(named), arguments, job.context_parallel_size)) is not None:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         if restarted or output.resolve() in Path(named).resolve().parents:
             return named, False
@@ -415,7 +415,7 @@ def checkpoint_to_resume(
                 )
         console.print(note, markup=False, highlight=False, soft_wrap=True)
         if found is not None:
-            if (note := keep_batch(found, arguments)) is not None:
+            if (note := keep_batch(found, arguments, job.context_parallel_size)) is not None:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             return str(found), False
     if arguments.should_save:
