@@ -32,8 +32,10 @@ def world_size_of(checkpoint: Path) -> int:
     return int(recorded.get("args", {}).get("world_size", 1))
 
 
-def blocks_of_step(arguments: TrainingArguments, context_parallel_size: int) -> int:
-    """How many blocks of text all processes together take in one step."""
+def blocks_of_step(arguments: TrainingArguments, context_parallel_size: int) -> int | None:
+    """How many blocks of text all processes together take in one step; None if Trainer finds it out."""
+    if arguments.auto_find_batch_size:
+        return None
     groups = arguments.world_size // context_parallel_size
     return arguments.train_batch_size * arguments.gradient_accumulation_steps * groups
 
@@ -55,7 +57,7 @@ def keep_batch(checkpoint: Path, arguments: TrainingArguments, context_parallel_
     recorded = trainer_state(checkpoint)["stateful_callbacks"].get(RecordWorldSize.__name__, {})
     batch, asked = recorded.get("args", {}).get("batch"), arguments.gradient_accumulation_steps
     now = blocks_of_step(arguments, context_parallel_size)
-    if batch is None or arguments.auto_find_batch_size or now == batch:
+    if None in (batch, now) or now == batch:
         return None
     groups = arguments.world_size // context_parallel_size
     share, left = divmod(batch, groups)
@@ -94,22 +96,16 @@ class RecordWorldSize(TrainerCallback, ExportableState):
     """Puts into each checkpoint's state what the next launch must know to go on.
 
     Args:
-        arguments: of the run.
-        context_parallel_size: processes that share one sequence.
+        world_size: the number of processes; so many generator states belong to the checkpoint.
+        batch: the blocks of a step (`blocks_of_step`).
     """
 
-    def __init__(self, arguments: TrainingArguments, context_parallel_size: int) -> None:
-        self.arguments, self.context_parallel_size = arguments, context_parallel_size
+    def __init__(self, world_size: int, batch: int | None) -> None:
+        self.world_size, self.batch = world_size, batch
 
     def state(self) -> dict[str, Any]:
-        """What Trainer saves under this class's name.
-
-        ``world_size``: so many generator states belong to the checkpoint. ``batch``: the blocks of a step;
-        None where auto_find_batch_size may have made them fewer.
-        """
-        known = not self.arguments.auto_find_batch_size
-        batch = blocks_of_step(self.arguments, self.context_parallel_size) if known else None
-        return {"args": {"world_size": self.arguments.world_size, "batch": batch}, "attributes": {}}
+        """What Trainer saves under this class's name."""
+        return {"args": {"world_size": self.world_size, "batch": self.batch}, "attributes": {}}
 
 
 class RunTrainer(Trainer):

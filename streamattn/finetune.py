@@ -55,6 +55,7 @@ from streamattn import processes
 from streamattn.checkpoints import (
     RecordWorldSize,
     RunTrainer,
+    blocks_of_step,
     check_same_shape,
     last_checkpoint,
     trainer_state,
@@ -227,6 +228,7 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
     )
     if job.patch:
         _patch(model, held_out, arguments, console)
+    batch = blocks_of_step(arguments, job.context_parallel_size)
     with _refusing("transformers.Trainer"):
         trainer = RunTrainer(
             model=model,
@@ -235,7 +237,7 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
             eval_dataset=held_out,
             processing_class=tokenizer,
             data_collator=default_data_collator,
-            callbacks=[RecordWorldSize(arguments, job.context_parallel_size)],
+            callbacks=[RecordWorldSize(arguments.world_size, batch)],
         )
     # Before all others: TensorBoard's would write into a folder that is about to move.
     trainer.callback_handler.callbacks.insert(0, _Begun(folder if starts else None, console))

@@ -18,6 +18,10 @@ def arguments(batch_size: int, accumulation: int, world_size: int, **values: Any
     return SimpleNamespace(**fields, world_size=world_size, **{"auto_find_batch_size": False} | values)
 
 
+def record(now: Any, context_parallel_size: int = 1) -> dict[str, Any]:
+    return RecordWorldSize(now.world_size, blocks_of_step(now, context_parallel_size)).state()
+
+
 def checkpoint(folder: Path, recorded: dict[str, Any] | None) -> Path:
     callbacks = {} if recorded is None else {"RecordWorldSize": recorded}
     state = {"global_step": 4, "max_steps": 8, "log_history": [], "stateful_callbacks": callbacks}
@@ -41,7 +45,7 @@ def test_a_step_takes_as_many_blocks_as_before(
     tmp_path: Path, before: tuple[int, ...], now: tuple[int, ...], accumulation: int
 ) -> None:
     earlier, later = arguments(*before[:3]), arguments(*now[:3])
-    folder = checkpoint(tmp_path, RecordWorldSize(earlier, before[3]).state())
+    folder = checkpoint(tmp_path, record(earlier, before[3]))
     asked = later.gradient_accumulation_steps
     note = keep_batch(folder, later, now[3])
     assert later.gradient_accumulation_steps == accumulation
@@ -64,7 +68,7 @@ def test_a_step_takes_as_many_blocks_as_before(
 def test_a_step_that_cannot_be_made_up_is_refused(
     tmp_path: Path, now: tuple[int, int, int], expected: str
 ) -> None:
-    folder = checkpoint(tmp_path, RecordWorldSize(arguments(4, 1, 2), 1).state())
+    folder = checkpoint(tmp_path, record(arguments(4, 1, 2)))
     with pytest.raises(ValueError, match=expected):
         keep_batch(folder, arguments(*now), 1)
 
@@ -72,12 +76,12 @@ def test_a_step_that_cannot_be_made_up_is_refused(
 def test_batches_whose_size_is_not_known_are_left_alone(tmp_path: Path) -> None:
     """Of older checkpoints, and where auto_find_batch_size looks for one that fits into memory."""
     finds = arguments(4, 1, 2, auto_find_batch_size=True)
-    recorded = RecordWorldSize(arguments(4, 1, 2), 1).state()
+    recorded = record(arguments(4, 1, 2))
     older = {"args": {"world_size": 2}, "attributes": {}}
     for state, now in (
         (None, arguments(4, 1, 1)),
         (older, arguments(4, 1, 1)),
-        (RecordWorldSize(finds, 1).state(), arguments(4, 1, 1)),
+        (record(finds), arguments(4, 1, 1)),
         (recorded, arguments(4, 1, 1, auto_find_batch_size=True)),
     ):
         assert keep_batch(checkpoint(tmp_path, state), now, 1) is None
