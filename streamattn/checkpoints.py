@@ -4,7 +4,7 @@ A checkpoint is complete or is not there, whichever process is killed while it i
 ``trainer_state.json`` is written last, and `why_incomplete` looks at the other files too, for checkpoints
 come from elsewhere. What a host loses that fails before its disk has caught up shows as a file cut short.
 
-Left out on purpose: saving in the background, and checkpoints in shards (DDP's processes hold the same).
+Left out on purpose: saving in the background.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
         weights = [checkpoint / name for name in sorted(set(parts))]
         if missing := [file.name for file in weights if not file.exists()]:
             return f"no {missing[0]}"
-    if not weights:
+    if not weights and not _is_sharded(checkpoint / "pytorch_model_fsdp_0"):
         return "no *.safetensors"
     for file in weights:
         try:
@@ -170,9 +170,13 @@ def why_incomplete(checkpoint: Path) -> str | None:
                 pass
         except (SafetensorError, OSError):
             return f"{file.name} is cut off"
-    states = ("optimizer.pt", "scheduler.pt", *ranks)
+    # FSDP's, whole or in shards, have names of their own.
+    optimizer = "optimizer.bin" if (checkpoint / "optimizer.bin").exists() else "optimizer.pt"
+    states = [optimizer, "scheduler.pt", *ranks]
     if not any((checkpoint / name).exists() for name in states):
         return "save_only_model left out its optimizer"
+    if _is_sharded(checkpoint / "optimizer_0"):
+        states.remove(optimizer)
     # torch.save writes a zip, whose directory stands at its end.
     for name in states:
         if not (checkpoint / name).exists():
@@ -180,9 +184,14 @@ def why_incomplete(checkpoint: Path) -> str | None:
         if not zipfile.is_zipfile(checkpoint / name):
             return f"{name} is cut off"
         # Trainer would find it when training has begun. The optimizer's, as large as the model, is read once.
-        if name != "optimizer.pt" and not _sums_agree(checkpoint / name):
+        if name != optimizer and not _sums_agree(checkpoint / name):
             return f"{name} is damaged"
     return None
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint has saved there; this file gets its name at the end."""
+    return (folder / ".metadata").is_file()
 
 
 def _sums_agree(archive: Path) -> bool:

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import Trainer
 
 from streamattn.checkpoints import RecordWorldSize, RunTrainer, blocks_of_step, keep_batch, why_incomplete
@@ -110,6 +113,29 @@ def test_the_state_is_written_when_all_processes_have_written_theirs(
     trainer.accelerator = SimpleNamespace(wait_for_everyone=lambda: events.append("all are there"))
     trainer._save_checkpoint(None, trial=None)
     assert events == ["rng", "all are there", "state"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_fsdp_are_complete_without_the_files_of_ddp(tmp_path: Path) -> None:
+    """In shards, as torch.distributed.checkpoint writes them, or whole under names of accelerate's."""
+    folder = checkpoint(tmp_path, None)
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({}, folder / name)
+    assert why_incomplete(folder) == "no *.safetensors"
+    weights = {"model": {"w": torch.ones(2)}}
+    save(weights, storage_writer=FileSystemWriter(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    assert why_incomplete(folder) == "no optimizer.pt"
+    save(weights, storage_writer=FileSystemWriter(folder / "optimizer_0"), no_dist=True)
+    assert why_incomplete(folder) is None
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):
+        (folder / name / ".metadata").unlink()
+        assert why_incomplete(folder) is not None
+        (folder / name / ".metadata").touch()
+    (folder / "optimizer_0" / ".metadata").unlink()
+    torch.save({}, folder / "optimizer.bin")
+    assert why_incomplete(folder) is None
+    (folder / "optimizer.bin").write_bytes(b"PK")
+    assert why_incomplete(folder) == "optimizer.bin is cut off"
 
 
 def test_a_missing_shard_is_noticed(tmp_path: Path) -> None:
