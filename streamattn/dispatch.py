@@ -31,22 +31,28 @@ class Backend(str, Enum):
     SDPA = "sdpa"
     TRITON = "triton"
     HOPPER = "hopper"
+    DECODE = "decode"
 
 
 class Masks(NamedTuple):
-    """The tensors of a call that decide who sees whom, and its sinks; as `streamattn.ops` takes them."""
+    """The tensors of a call that decide who sees whom, its sinks, and where the keys of a paged cache lie.
+
+    As `streamattn.ops` takes them.
+    """
 
     attn_mask: Tensor | None = None
     q_segments: Tensor | None = None
     kv_segments: Tensor | None = None
     kv_lengths: Tensor | None = None
     sinks: Tensor | None = None
+    block_table: Tensor | None = None
 
 
 BACKEND_NAMES = tuple(backend.value for backend in Backend)
 MAX_TRITON_HEAD_DIM = 256
 MIN_HOPPER_HEAD_DIM = 64
 MIN_HOPPER_QUERIES = 64
+MAX_DECODE_QUERIES = 16
 HOPPER_TRITON = ((3, 6), (3, 9))  # first and last release whose Gluon the kernels were compiled with
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -76,9 +82,9 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
         return (
             f"it is PyTorch's fused CPU attention and the tensors are on {device.type}; use backend='triton'"
         )
-    if backend in (Backend.TRITON, Backend.HOPPER):
+    if backend in (Backend.TRITON, Backend.HOPPER, Backend.DECODE):
         kind = device.type
-        interpreted = kind == "cpu" and backend is Backend.TRITON and _interpreting()
+        interpreted = kind == "cpu" and backend is not Backend.HOPPER and _interpreting()
         if not interpreted and kind != "cuda":
             return f"its kernels need an NVIDIA GPU, and the tensors are on {kind.upper()}"
         if not interpreted and torch.version.hip is not None:
@@ -118,8 +124,8 @@ def unsupported(
     Args:
         backend: any but ``auto``.
         q: [B, Hq, Tq, D].
-        k: [B, Hkv, Tk, D].
-        v: [B, Hkv, Tk, Dv].
+        k: [B, Hkv, Tk, D]; under a block_table [pages, Hkv, page, D].
+        v: [B, Hkv, Tk, Dv] likewise.
         masks: see `Masks`.
         scale: factor of the scores.
         window_left: keys before its own place that a query sees, `pattern.UNBOUNDED` = all.
@@ -131,6 +137,8 @@ def unsupported(
     reason = unavailable(backend, q.device)
     if reason is not None:
         return reason
+    if masks.block_table is not None and backend is not Backend.DECODE:
+        return "it reads no paged cache (block_table)"
     q_shape, v_shape = q.shape, v.shape
     head_dims = (q_shape[-1], v_shape[-1])
     if backend is Backend.SDPA:
@@ -152,6 +160,16 @@ def unsupported(
         return "it can't take empty tensors"
     if backend is Backend.HOPPER:
         return _unsupported_by_hopper(q, k, v, masks, scale, window_left, dropout_p)
+    if backend is Backend.DECODE:
+        if q_shape[2] > MAX_DECODE_QUERIES:
+            return f"it takes up to {MAX_DECODE_QUERIES} queries, got {q_shape[2]}"
+        if dropout_p > 0.0:
+            return "it does no dropout"
+        attn_mask, table = masks.attn_mask, masks.block_table
+        if attn_mask is not None and attn_mask.shape[1] > 1 and q_shape[1] != v_shape[1]:
+            return "heads of a group share the keys it reads, and attn_mask differs from head to head"
+        if table is not None and table.shape[1] == 0:
+            return "it can't take empty tensors"
     return None
 
 
@@ -256,8 +274,11 @@ def choose(
 ) -> Backend:
     """The implementation that serves the call; arguments as `unsupported` takes them.
 
-    ``auto`` takes the first that can: on CUDA the Hopper kernel, then portable Triton, else the reference; on
-    the CPU PyTorch's fused attention, else the reference.
+    ``auto`` takes the first that can: on CUDA the decode kernel for up to `MAX_DECODE_QUERIES` queries, or
+    the Hopper kernel for `MIN_HOPPER_QUERIES` or more, then portable Triton, else the reference; on the CPU
+    PyTorch's fused attention, else the reference. The decode kernel is taken whatever the number of keys: of
+    few it makes one split, and its tiles are of the size of so few queries. Its ``lse`` is that of all, so
+    where a gradient is wanted the portable backward follows it.
 
     Raises:
         ValueError: an explicit backend can't serve the call; the message says why.
@@ -271,7 +292,9 @@ def choose(
         return backend
     if q.is_cpu:
         candidates = (Backend.SDPA,)
-    elif q.shape[-2] < MIN_HOPPER_QUERIES:  # known at once where every microsecond counts, at decoding
+    elif q.shape[-2] <= MAX_DECODE_QUERIES:  # known at once where every microsecond counts
+        candidates = (Backend.DECODE, Backend.TRITON)
+    elif q.shape[-2] < MIN_HOPPER_QUERIES:
         candidates = (Backend.TRITON,)
     else:
         candidates = (Backend.HOPPER, Backend.TRITON)

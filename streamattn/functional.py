@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from streamattn.dispatch import BACKEND_NAMES
+from streamattn.dispatch import BACKEND_NAMES, MAX_DECODE_QUERIES
 from streamattn.ops import attention_forward, kind_of_call
 from streamattn.pattern import UNBOUNDED
 
@@ -31,8 +31,11 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises unless q, k and v are dense tensors of matching shapes on one device."""
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
+    """Raises unless q, k and v are dense tensors of matching shapes on one device.
+
+    Where k and v are paged, their first dimension is that of the pages.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(
@@ -69,7 +72,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"k and v must agree but for head_dim, got {_shapes(q, k, v)}; pass one v for each k"
         )
-    if rank == 4 and q_shape[0] != k_shape[0]:
+    if rank == 4 and q_shape[0] != k_shape[0] and not paged:
         raise ValueError(f"q and k must share the batch size, got {_shapes(q, k, v)}; expand the smaller")
     if rank >= 3 and (k_shape[-3] == 0 or q_shape[-3] == 0 or q_shape[-3] % k_shape[-3] != 0):
         raise ValueError(
@@ -110,8 +113,8 @@ def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> t
     return left, 0 if causal else right
 
 
-def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
-    """The mask as 4-D, each dimension full or 1; ``q``, ``k`` 4-D, ``rank`` that of the caller's q."""
+def _resolve_mask(attn_mask: Tensor, q: Tensor, kv_len: int, rank: int) -> Tensor:
+    """The mask as 4-D, each dimension full or 1; ``q`` 4-D, ``rank`` that of the caller's q."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(
             f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}; "
@@ -130,7 +133,7 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
         )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {attn_mask.device}; move it")
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    full = (q.shape[0], q.shape[1], q.shape[2], kv_len)
     given = tuple(attn_mask.shape)
     wanted = full[4 - rank :]
     padded = (1,) * (4 - len(given)) + given
@@ -142,11 +145,11 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, k: Tensor, rank: int) -> Tensor:
     return attn_mask.reshape(padded) if attn_mask.dim() < 4 else attn_mask
 
 
-def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _resolve_segments(segment_ids: SegmentIds, q: Tensor, kv_len: int, rank: int) -> tuple[Tensor, Tensor]:
     if isinstance(segment_ids, Tensor):
-        if q.shape[2] != k.shape[2]:
+        if q.shape[2] != kv_len:
             raise ValueError(
-                f"one segment_ids tensor needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+                f"one segment_ids tensor needs as many queries as keys, got {q.shape[2]} and {kv_len}; "
                 "pass a pair (q_segment_ids, kv_segment_ids)"
             )
         segment_ids = (segment_ids, segment_ids)
@@ -158,8 +161,8 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) 
             "pass ids or (q_segment_ids, kv_segment_ids)"
         )
     resolved = []
-    for name, ids, x in zip(("q", "kv"), segment_ids, (q, k), strict=True):
-        wanted = [x.shape[0], x.shape[2]] if rank == 4 else [x.shape[2]]
+    for name, ids, length in zip(("q", "kv"), segment_ids, (q.shape[2], kv_len), strict=True):
+        wanted = [q.shape[0], length] if rank == 4 else [length]
         if not isinstance(ids, Tensor) or ids.dtype != torch.int32:
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(
@@ -170,38 +173,73 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, k: Tensor, rank: int) 
                 f"{name} segment_ids must have shape {wanted}, got {list(ids.shape)}; "
                 "pass one id for each place"
             )
-        if ids.device != x.device:
-            raise ValueError(f"{name} segment_ids must be on {x.device}, got {ids.device}; move it")
+        if ids.device != q.device:
+            raise ValueError(f"{name} segment_ids must be on {q.device}, got {ids.device}; move it")
         resolved.append(ids if rank == 4 else ids.unsqueeze(0))
     return resolved[0], resolved[1]
 
 
-def _resolve_lengths(kv_lengths: Tensor, k: Tensor, rank: int) -> Tensor:
+def _resolve_lengths(kv_lengths: Tensor, q: Tensor, kv_len: int, rank: int) -> Tensor:
     if not isinstance(kv_lengths, Tensor) or kv_lengths.dtype not in (torch.int32, torch.int64):
         got = kv_lengths.dtype if isinstance(kv_lengths, Tensor) else type(kv_lengths).__name__
         raise TypeError(
             f"kv_lengths must be an int32 or int64 tensor, got {got}; convert it with torch.as_tensor or .to"
         )
-    wanted = [k.shape[0]] if rank == 4 else []
+    wanted = [q.shape[0]] if rank == 4 else []
     if list(kv_lengths.shape) != wanted:
         raise ValueError(
             f"kv_lengths must have shape {wanted}, got {list(kv_lengths.shape)}; pass one length per sequence"
         )
-    if kv_lengths.device.type == "meta" and k.device.type != "meta":
-        raise ValueError(f"kv_lengths must hold values, got a meta tensor; create it on {k.device}")
+    if kv_lengths.device.type == "meta" and q.device.type != "meta":
+        raise ValueError(f"kv_lengths must hold values, got a meta tensor; create it on {q.device}")
     if (
         kv_lengths.device.type == "cpu"
         and type(kv_lengths) is Tensor
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()  # vmap's tensors have no one value to look at
     ):
-        beyond = (kv_lengths < 0) | (kv_lengths > k.shape[2])
+        beyond = (kv_lengths < 0) | (kv_lengths > kv_len)
         if bool(beyond.any()):
             raise ValueError(
-                f"kv_lengths must lie in [0, Tk = {k.shape[2]}], got {kv_lengths.tolist()}; "
+                f"kv_lengths must lie in [0, Tk = {kv_len}], got {kv_lengths.tolist()}; "
                 "pass the fill level of the cache"
             )
-    return kv_lengths.reshape(k.shape[0]).to(k.device, non_blocking=True)
+    return kv_lengths.reshape(q.shape[0]).to(q.device, non_blocking=True)
+
+
+def _check_block_table(block_table: Tensor, q: Tensor, k: Tensor, kv_lengths: Tensor | None) -> None:
+    """Raises unless the table names pages of k for each sequence of q, whose lengths are known."""
+    if not isinstance(block_table, Tensor) or block_table.dtype != torch.int32:
+        got = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
+        raise TypeError(
+            f"block_table must be an int32 tensor, got {got}; convert it with block_table.to(torch.int32)"
+        )
+    if q.dim() != 4:
+        raise ValueError(
+            "block_table needs q [B, Hq, Tq, D] and k [pages, Hkv, page, D], "
+            f"got q {list(q.shape)} and k {list(k.shape)}; add what is missing with unsqueeze"
+        )
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape [{q.shape[0]}, pages of a sequence], got "
+            f"{list(block_table.shape)}; pass one row for each sequence"
+        )
+    if block_table.device != q.device:
+        raise ValueError(
+            f"block_table must be on q's device {q.device}, got {block_table.device}; move it there"
+        )
+    if k.shape[0] == 0 or k.shape[2] == 0:
+        raise ValueError(f"a paged cache must hold a page of keys at least, got k {list(k.shape)}")
+    if kv_lengths is None:
+        raise ValueError(
+            "block_table needs kv_lengths, which says how much of its pages each sequence has filled; "
+            "pass an int32 tensor [B]"
+        )
+    if q.shape[2] > MAX_DECODE_QUERIES:
+        raise ValueError(
+            f"a paged cache is read for up to {MAX_DECODE_QUERIES} queries, got {q.shape[2]}; attend to the "
+            "keys and values of longer prompts before they are paged, or in pieces"
+        )
 
 
 def _resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
@@ -238,6 +276,7 @@ def attention(
     attn_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
     kv_lengths: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     sinks: Tensor | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
@@ -259,6 +298,7 @@ def attention(
     attn_mask: Tensor | None = ...,
     segment_ids: SegmentIds | None = ...,
     kv_lengths: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     sinks: Tensor | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
@@ -279,6 +319,7 @@ def attention(
     attn_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     kv_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -313,6 +354,10 @@ def attention(
         kv_lengths: int32 or int64 [B] (0-d for 2-D and 3-D inputs): how many keys of each sequence are
             filled, its last Tq being the queries' own. Values are clamped to [0, Tk]; on the CPU others
             raise.
+        block_table: int32 [B, P], the pages of each sequence's keys and values in order, for a paged cache:
+            k is [pages, Hkv, page, D], v likewise, and Tk is P * page. Needs ``kv_lengths``, takes up to 16
+            queries, and has no gradients. Entries behind a sequence's length are not used; one before it
+            must name a page, and reads some page of the cache if it doesn't.
         sinks: [Hq] (0-d for one head), any floating dtype: the score of one more key per head, which every
             query sees and which has no value: it takes a share of the softmax away. As it stands, neither
             scaled nor soft-capped. Differentiable. A query that sees no key has ``lse`` = its sink.
@@ -323,9 +368,10 @@ def attention(
         deterministic: whether the same inputs must give the same bits. All do but dq of ``hopper``'s own
             backward, which differs by rounding from run to run; True takes ``triton``'s instead. Default
             None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
-        backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton`` or ``hopper``
+        backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton``, ``hopper``
             (for compute capability 9.0; its backward serves full and causal attention at head dimensions 64
-            and 128, and ``triton``'s the rest).
+            and 128, and ``triton``'s the rest) or ``decode`` (up to 16 queries; its backward is
+            ``triton``'s).
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that
@@ -336,7 +382,8 @@ def attention(
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value, or an explicit backend that can't serve the call.
-        NotImplementedError: an input carries a forward-mode tangent.
+        NotImplementedError: an input carries a forward-mode tangent, or one needs a gradient beside a
+            ``block_table``.
     """
     if backend not in BACKEND_NAMES:
         raise ValueError(
@@ -363,31 +410,36 @@ def attention(
     dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)", "0.0 drops nothing")
 
     kind = None
-    if attn_mask is segment_ids is kv_lengths is sinks is None and dropout_p == 0.0:
+    if attn_mask is segment_ids is kv_lengths is block_table is sinks is None and dropout_p == 0.0:
         kind = kind_of_call(q, k, v, scale, window_left, window_right, softcap, backend)
         if kind is not None and kind.again is not None:
             out, lse = kind.again(q, k, v)
             return (out, lse) if return_lse else out
 
-    _check_qkv(q, k, v)
+    _check_qkv(q, k, v, block_table is not None)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype is k.dtype is v.dtype:
         raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    if block_table is not None:
+        _check_block_table(block_table, q, k, kv_lengths)
     rank = q.dim()
     for _ in range(4 - rank):
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
+    kv_len = k.shape[2]
+    if block_table is not None:
+        kv_len *= block_table.shape[1]
     if attn_mask is not None:
-        attn_mask = _resolve_mask(attn_mask, q, k, rank)
+        attn_mask = _resolve_mask(attn_mask, q, kv_len, rank)
     q_segments, kv_segments = None, None
     if segment_ids is not None:
-        q_segments, kv_segments = _resolve_segments(segment_ids, q, k, rank)
+        q_segments, kv_segments = _resolve_segments(segment_ids, q, kv_len, rank)
     if kv_lengths is not None:
-        kv_lengths = _resolve_lengths(kv_lengths, k, rank)
+        kv_lengths = _resolve_lengths(kv_lengths, q, kv_len, rank)
     if sinks is not None:
         sinks = _resolve_sinks(sinks, q, rank)
     seed = None
@@ -411,6 +463,7 @@ def attention(
         dropout_p,
         backend,
         deterministic,
+        block_table=block_table,
         kind=kind,
     )
     for _ in range(4 - rank):

@@ -7,7 +7,8 @@ are validated before, by `streamattn.functional`.
 
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each
 dimension full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed
-int64 [1]; sinks [Hq]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where
+int64 [1]; sinks [Hq]. Under a block_table int32 [B, Tk / page], which the forward alone takes, k is [pages,
+Hkv, page, D] and v likewise. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where
 unused; deterministic matters to the backward alone, where None is PyTorch's setting at that time.
 ``out`` and the gradients are stored [B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32,
 float64 for float64 inputs.
@@ -72,7 +73,8 @@ KINDS: dict[Hashable, list[Kind]] = {}
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}, *, Tensor? block_table=None) "
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -90,6 +92,8 @@ def _implementation(chosen: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
         from streamattn.kernels.hopper_forward import attention_forward
     elif chosen is Backend.TRITON:
         from streamattn.kernels.forward import attention_forward
+    elif chosen is Backend.DECODE:
+        from streamattn.kernels.decode import attention_forward
     elif chosen is Backend.SDPA:
         from streamattn.kernels.cpu import attention_forward
     else:
@@ -114,9 +118,11 @@ def _forward(
     dropout_p: float,
     backend: str,
     deterministic: bool | None,
+    *,
+    block_table: Tensor | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor]:
-    masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
+    masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks, block_table)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
     if chosen is Backend.HOPPER:
@@ -127,13 +133,26 @@ def _forward(
 
         spans = query_spans(q_segments, kv_segments, window_left, window_right)
         return forward(q, k, v, *spans, None, seed, *options)
-    if kind is not None and chosen is Backend.TRITON:
-        from streamattn.kernels.forward import repeat_attention_forward
-
+    if kind is not None and chosen in (Backend.TRITON, Backend.DECODE):
         features, options = (None,) * 6, (scale, window_left, window_right, softcap, dropout_p)
-        repeat = repeat_attention_forward(q, v, kind)
+        if chosen is Backend.DECODE:
+            from streamattn.kernels import decode
+
+            repeat = decode.repeat_attention_forward(q, k, v, window_left, kind)
+        else:
+            from streamattn.kernels.forward import repeat_attention_forward
+
+            repeat = repeat_attention_forward(q, v, kind)
         kind.again = lambda q, k, v: repeat(q, k, v) or forward(q, k, v, *features, *options, kind)
         return forward(q, k, v, *features, *options, kind)
+    paged = {}
+    if block_table is not None:
+        if chosen is Backend.DECODE:
+            paged["block_table"] = block_table
+        else:
+            from streamattn.reference import gather_pages
+
+            k, v = gather_pages(k, block_table), gather_pages(v, block_table)
     return forward(
         q,
         k,
@@ -149,10 +168,13 @@ def _forward(
         window_right,
         softcap,
         dropout_p,
+        **paged,
     )
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, *options: object, block_table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     from streamattn.reference import accumulate_dtype, heads_last
 
     return heads_last(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
@@ -184,6 +206,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
+    if chosen is Backend.DECODE:
+        chosen = Backend.TRITON  # which makes gradients of any out and lse
     if chosen in (Backend.HOPPER, Backend.TRITON):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
@@ -310,18 +334,24 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest, kind: Kind | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest,
+    block_table: Tensor | None = None,
+    kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.streamattn.attention_forward``, without the dispatcher's way where nothing listens on it.
 
     That way through Python kernels costs more than a short call's own work. ``kind`` is `kind_of_call`'s, to
     be told how to serve one more.
     """
-    if not _plain_call(q, k, v, *rest[:6]):
-        return torch.ops.streamattn.attention_forward(q, k, v, *rest)
+    if not _plain_call(q, k, v, *rest[:6], block_table):
+        return torch.ops.streamattn.attention_forward(q, k, v, *rest, block_table=block_table)
     if _wants_grad(q, k, v, rest[0], rest[5]):
+        _check_not_paged(block_table)
         return _Attention.apply(q, k, v, *rest)
-    return _forward(q, k, v, *rest, kind=kind)
+    return _forward(q, k, v, *rest, block_table=block_table, kind=kind)
 
 
 def kind_of_call(
@@ -432,6 +462,14 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
             )
 
 
+def _check_not_paged(block_table: Tensor | None) -> None:
+    if block_table is not None:
+        raise NotImplementedError(
+            "a paged cache (block_table) is read without gradients; call attention under torch.no_grad(), or "
+            "on keys and values that were gathered into one tensor for each sequence"
+        )
+
+
 def _wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -446,17 +484,18 @@ def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
 
 
 def _forward_autograd(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest, block_table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check_no_tangent(q, k, v, attn_mask, rest[4])
     if _wants_grad(q, k, v, attn_mask, rest[4]):
+        _check_not_paged(block_table)
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "attention has no torch.func derivative; use backward or torch.autograd.grad"
             )
         return _Attention.apply(q, k, v, attn_mask, *rest)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.streamattn.attention_forward(q, k, v, attn_mask, *rest)
+        return torch.ops.streamattn.attention_forward(q, k, v, attn_mask, *rest, block_table=block_table)
 
 
 for _key in ("CPU", "CUDA"):

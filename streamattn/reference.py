@@ -123,6 +123,21 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
+def gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
+    """Keys or values of each sequence in one piece, of a paged cache; a copy.
+
+    Args:
+        cache: [pages, Hkv, page, D], a page at least.
+        block_table: int32 [B, P], the pages of each sequence in order; an entry that names no page is taken
+            for one that does.
+
+    Returns:
+        [B, Hkv, P * page, D].
+    """
+    pages = cache[block_table.clamp(0, cache.shape[0] - 1).long()]
+    return rearrange(pages, "b p hkv n d -> b hkv (p n) d")
+
+
 def row_delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
     """``rowsum(dout * out) - dlse``, [B, Hq, Tq]; where out is 0 the product is, whatever dout holds."""
     dtype = accumulate_dtype(out.dtype)

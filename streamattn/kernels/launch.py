@@ -437,10 +437,15 @@ def call_arguments(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    kv_len: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments that all kernels share, and the launch options; shapes as in `streamattn.ops`."""
+    """Keyword arguments that all kernels share, and the launch options; shapes as in `streamattn.ops`.
+
+    ``kv_len`` is Tk of a paged cache, which k and v do not tell.
+    """
     batch, num_heads, q_len, head_dim = q.shape
-    num_kv_heads, kv_len, head_dim_v = v.shape[1:]
+    num_kv_heads, head_dim_v = v.shape[1], v.shape[3]
+    kv_len = v.shape[2] if kv_len is None else kv_len
     threshold = drop_threshold(dropout_p)
     window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     mask_kind, mask_strides, hidden_below = NO_MASK, (0, 0, 0, 0), 0.0
@@ -506,6 +511,8 @@ UNSPECIALIZED = (
     "group",
     "q_len",
     "kv_len",
+    "num_pages",
+    "num_splits",
     "window_left",
     "window_right",
     "drop_threshold",

@@ -8,7 +8,7 @@ portable kernels, so they never recompile; the Hopper forward has a tile for eac
 from dataclasses import dataclass
 from typing import Literal
 
-Pass = Literal["forward", "dq", "dkdv"]
+Pass = Literal["forward", "dq", "dkdv", "decode"]
 Architecture = Literal["sm_80", "sm_86", "sm_90", "interpreter"]
 
 
@@ -59,6 +59,12 @@ _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
     ("forward", "sm_86", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 32, 4, 1)},
     ("dq", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
     ("dkdv", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    ("decode", "sm_90", 2): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
+    ("decode", "sm_90", 4): {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(16, 16, 4, 3)},
+    ("decode", "sm_80", 2): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
+    ("decode", "sm_80", 4): {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(16, 16, 4, 3)},
+    ("decode", "sm_86", 2): {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
+    ("decode", "sm_86", 4): {64: Tile(32, 32, 4, 3), 128: Tile(32, 16, 4, 3), 256: Tile(16, 16, 4, 2)},
 }
 _INTERPRETED = Tile(32, 32, 4, 1)
 
@@ -82,6 +88,15 @@ def choose_tile(name: Pass, arch: Architecture, head_dim: int, itemsize: int, de
         return tile
     return Tile(min(tile.BLOCK_M, 64), min(tile.BLOCK_N, 64), 4 if head_dim <= 128 else 8, 1)
 
+
+DECODE_PROGRAMS = 2
+"""Programs of the decode kernel that a multiprocessor is given: enough loads in flight, and few parts."""
+
+DECODE_SPLIT = 128
+"""Fewest keys of a split for which adding up one more part pays."""
+
+MAX_DECODE_SPLITS = 128
+"""Most splits of the keys, a power of two: the second kernel looks at the maxima of all together."""
 
 SCALE_LIMIT = 2.0**-100
 """Kernels fold a scale above it into the exponent's argument; a tiny one becomes 0, and 0 * -inf is NaN."""
