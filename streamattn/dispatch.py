@@ -166,7 +166,8 @@ def unsupported(
         if dropout_p > 0.0:
             return "it does no dropout"
         attn_mask, table = masks.attn_mask, masks.block_table
-        if attn_mask is not None and attn_mask.shape[1] > 1 and q_shape[1] != v_shape[1]:
+        by_head = attn_mask is not None and attn_mask.shape[1] > 1 and attn_mask.stride(1) != 0
+        if by_head and q_shape[1] != v_shape[1]:
             return "heads of a group share the keys it reads, and attn_mask differs from head to head"
         if table is not None and table.shape[1] == 0:
             return "it can't take empty tensors"

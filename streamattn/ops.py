@@ -7,9 +7,9 @@ are validated before, by `streamattn.functional`.
 
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] with a unit last stride; attn_mask 4-D, each
 dimension full or 1; q_segments [B, Tq] and kv_segments [B, Tk] int32; kv_lengths [B] int32 or int64; seed
-int64 [1]; sinks [Hq]. Under a block_table int32 [B, Tk / page], which the forward alone takes, k is [pages,
-Hkv, page, D] and v likewise. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0 where
-unused; deterministic matters to the backward alone, where None is PyTorch's setting at that time.
+int64 [1]; sinks [Hq]. With a block_table int32 [B, Tk / page], which only the forward takes, k and v are
+[pages, Hkv, page, D or Dv]. An open side of the window is `pattern.UNBOUNDED`; softcap and dropout_p are 0.0
+where unused; deterministic matters to the backward alone, where None is PyTorch's setting at that time.
 ``out`` and the gradients are stored [B, T, H, D] and viewed as [B, H, T, D]; ``lse`` [B, Hq, Tq] is float32,
 float64 for float64 inputs.
 """

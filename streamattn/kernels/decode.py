@@ -1,19 +1,19 @@
 """Attention of few queries over many keys in portable Triton: decoding. The forward alone.
 
-With one query a head, time is that of reading the keys and values once. So the query heads that share a head
-of keys are the rows of one tile, and the keys are split over as many programs as keep the memory busy
+With one query a head, the time is that of reading the keys and values once. So the query heads that share a
+head of keys are the rows of one tile, and the keys are split over as many programs as keep the memory busy
 (Flash-Decoding, Dao et al. 2023). Where they are split, each program leaves its accumulator, maximum and
 denominator in float32, and a second kernel adds them up in a fixed order.
 
-How many programs there are is decided on the host from shapes; which keys each one reads, on the device from
-``kv_lengths`` and the window, so a long cache that holds little is split as finely as a full one. Nothing waits
-for the device, and nothing is kept between calls: CUDA graphs and streams need no care.
+How many programs there are is decided on the host, from shapes; which keys each one reads on the device, from
+``kv_lengths`` and the window, so a long cache that holds little is split as finely as a full one. Nothing
+waits for the device, and nothing is kept between calls: CUDA graphs and streams need no care.
 
-q [B, Hq, Tq, D] with at most `dispatch.MAX_DECODE_QUERIES` queries; k, v [B, Hkv, Tk, D or Dv] with any strides
-but a unit last one, or [pages, Hkv, page, D or Dv] under a block_table [B, Tk / page]; out [B, Hq, Tq, Dv]
-stored [B, Tq, Hq, Dv]; lse [B, Hq, Tq] float32. Left out on purpose: dropout; masks that differ between the
-heads of a group, which share the keys and values that they read; phases of tiles without a test of
-visibility, for arithmetic is not what takes the time.
+q [B, Hq, Tq, D] of few queries (`dispatch.MAX_DECODE_QUERIES`); k and v [B, Hkv, Tk, D or Dv] with any
+strides but a unit last one, or [pages, Hkv, page, D or Dv] with a block_table [B, Tk / page]; out [B, Hq, Tq,
+Dv] stored [B, Tq, Hq, Dv]; lse [B, Hq, Tq] float32. Left out on purpose: dropout; masks that differ between
+the heads of a group, which share what they read; tiles without a test of visibility, for arithmetic is not
+what takes the time.
 """
 
 import dataclasses
@@ -151,8 +151,8 @@ def decode_fwd_kernel(
 ):
     """One split of the keys for BLOCK_M of a group's rows: out and lse, or a part of them under HAS_SPLITS.
 
-    Row r of a group is query r % Tq of its head r // Tq. The parts are float32 in three runs: accumulators [B,
-    Hq, Tq, splits, Dv], maxima in base 2 [B, Hq, Tq, splits], denominators likewise.
+    Row r of a group is query r % Tq of its head r // Tq. The parts are float32 in three runs: accumulators
+    [B, Hq, Tq, splits, Dv], maxima in base 2 [B, Hq, Tq, splits], denominators likewise.
     """
     group_rows = group * q_len
     num_tiles = tl.cdiv(group_rows, BLOCK_M)
@@ -208,9 +208,9 @@ def decode_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:  # a key of its own, seen by every row, with no value: the first split has it
-        if split == 0:
-            m = tl.load(sinks_ptr + h, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-            l = tl.full([BLOCK_M], 1.0, tl.float32)
+        sinks = tl.load(sinks_ptr + h, mask=row_mask, other=0.0).to(tl.float32)
+        m = tl.where(split == 0, sinks * LOG2E, m)
+        l = tl.where(split == 0, 1.0, l)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for n_start in range(begin, end, BLOCK_N):
@@ -323,7 +323,7 @@ def decode_combine_kernel(
 
 def tile_of(q: Tensor, v: Tensor, group: int) -> Tile:
     """The tile of a call: as many rows as there are, up to the table's."""
-    tile = tile_for("decode", q, v, None)  # of a dense mask one tile has few rows
+    tile = tile_for("decode", q, v, None)  # of a dense mask a tile has few rows
     rows = max(16, 1 << (group * q.shape[2] - 1).bit_length())
     return dataclasses.replace(tile, BLOCK_M=min(rows, tile.BLOCK_M))
 
@@ -392,6 +392,8 @@ def attention_forward(
         named = call_arguments(tile, q, k, v, *masks, *options, kv_len=kv_len)
         for name in ("drop_threshold", "HAS_DROPOUT"):
             del named[name]
+        if page_size > 0:  # a load that waits for another one takes a place in the pipeline for both
+            named["num_stages"] = 2 * tile.num_stages - 1
         tiles = -(-(named["group"] * q_len) // tile.BLOCK_M)
         return batch * num_kv_heads * splits * tiles, dict(
             **named,

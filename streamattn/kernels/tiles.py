@@ -17,7 +17,7 @@ class Tile:
     """One row of a table.
 
     Attributes:
-        BLOCK_M: queries of a tile, a power of two from 16.
+        BLOCK_M: queries of a tile, a power of two from 16; in the decode kernel the most rows of one.
         BLOCK_N: keys of a tile, a power of two from 16.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
@@ -59,12 +59,12 @@ _TABLES: dict[tuple[Pass, Architecture, int], dict[int, Tile]] = {
     ("forward", "sm_86", 4): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(32, 32, 4, 1)},
     ("dq", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
     ("dkdv", "sm_86", 4): {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
-    ("decode", "sm_90", 2): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
-    ("decode", "sm_90", 4): {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(16, 16, 4, 3)},
-    ("decode", "sm_80", 2): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
-    ("decode", "sm_80", 4): {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(16, 16, 4, 3)},
-    ("decode", "sm_86", 2): {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
-    ("decode", "sm_86", 4): {64: Tile(32, 32, 4, 3), 128: Tile(32, 16, 4, 3), 256: Tile(16, 16, 4, 2)},
+    ("decode", "sm_90", 2): {64: Tile(32, 64, 4, 4), 128: Tile(32, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
+    ("decode", "sm_90", 4): {64: Tile(16, 64, 4, 3), 128: Tile(16, 32, 4, 3), 256: Tile(16, 16, 8, 2)},
+    ("decode", "sm_80", 2): {64: Tile(32, 64, 4, 4), 128: Tile(32, 64, 4, 3), 256: Tile(32, 32, 4, 3)},
+    ("decode", "sm_80", 4): {64: Tile(16, 64, 4, 3), 128: Tile(16, 32, 4, 3), 256: Tile(16, 16, 8, 2)},
+    ("decode", "sm_86", 2): {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(32, 32, 4, 3)},
+    ("decode", "sm_86", 4): {64: Tile(16, 32, 4, 3), 128: Tile(16, 32, 4, 3), 256: Tile(16, 16, 8, 2)},
 }
 _INTERPRETED = Tile(32, 32, 4, 1)
 

@@ -17,6 +17,8 @@ INTERPRETED = [
     "test_forward.py",
     "test_backward.py",
     "test_hopper_emulated.py",
+    "test_decode.py",
+    "test_hopper_backward_rows.py",
     "test_launch.py",
     "test_launch_arguments.py",
     "test_mask_gradient.py",
