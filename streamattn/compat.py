@@ -11,8 +11,8 @@ device. Where only segments matter, the whole is one row with segment ids. Where
 matters and differs (causal or a window with unlike lengths of queries and keys, ALiBi), documents are copied
 into a padded batch.
 
-Left out on purpose: paged caches; ``S_dmask`` under dropout, for the weights are never formed; the private
-functions of flash-attn.
+Left out on purpose: paged caches of packed sequences; ``S_dmask`` under dropout, for the weights are never
+formed; the private functions of flash-attn.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from streamattn.compat_checks import (
     check_new,
     check_no_pages,
     check_options,
+    check_pages,
     check_per_sequence,
     check_rank,
     check_rotary,
@@ -67,8 +68,10 @@ def _attend(
     deterministic: bool = False,
     segment_ids: tuple[Tensor, Tensor] | None = None,
     kv_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` [B, Tq, H, Dv] and ``lse`` [B, H, Tq] for q, k, v [B, T, H, D]."""
+    """``out`` [B, Tq, H, Dv] and ``lse`` [B, H, Tq] for q, k, v [B, T, H, D]; k, v may be paged."""
+    kv_len = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
     out, lse = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -76,9 +79,10 @@ def _attend(
         causal=causal,
         window_size=window_size,
         scale=softmax_scale,
-        attn_mask=None if alibi_slopes is None else _alibi(alibi_slopes, q, k.shape[1], kv_lengths),
+        attn_mask=None if alibi_slopes is None else _alibi(alibi_slopes, q, kv_len, kv_lengths),
         segment_ids=segment_ids,
         kv_lengths=kv_lengths,
+        block_table=block_table,
         softcap=softcap,
         dropout_p=dropout_p,
         return_lse=True,
@@ -432,8 +436,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [B, Tq, H, D], floating.
-        k_cache: [Bc, S, Hkv, D]. With ``k``, its rows ``cache_seqlens`` to ``cache_seqlens + Tnew`` are
-            overwritten.
+        k_cache: [Bc, S, Hkv, D], or paged (see ``block_table``). With ``k``, its rows ``cache_seqlens`` to
+            ``cache_seqlens + Tnew`` are overwritten.
         v_cache: [Bc, S, Hkv, Dv] likewise.
         k: [B, Tnew, Hkv, D], new keys. Default None: the cache is only read.
         v: [B, Tnew, Hkv, Dv], new values.
@@ -448,7 +452,9 @@ def flash_attn_with_kvcache(
             Default None: the first B rows, read in place.
         cache_leftpad: int32 [B]: the first tokens of each sequence's cache that count for nothing. Default
             None: none.
-        block_table: paged caches are not served.
+        block_table: int32 [B, P], the pages of each sequence in order, for caches [pages, page, Hkv, D] and
+            [pages, page, Hkv, Dv]; S is then P * page. Takes up to 16 queries, and no ``cache_batch_idx``.
+            Default None.
         softmax_scale: factor of the scores. Default ``1 / sqrt(D)``.
         causal: the last query stands at the last token, new ones included. Default False.
         window_size: (left, right), aligned likewise; -1 = unbounded.
@@ -464,9 +470,7 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value.
-        NotImplementedError: ``block_table``.
     """
-    check_no_pages(block_table)
     check_rank(4, "[B, T, H, D]", q=q, k_cache=k_cache, v_cache=v_cache)
     check_options(window_size)
     if (k is None) != (v is None):
@@ -484,6 +488,9 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
     )
     batch, capacity = q.shape[0], k_cache.shape[1]
+    if block_table is not None:
+        check_pages(q, block_table, cache_batch_idx)
+        capacity *= block_table.shape[1]
     if rotary_cos is not None and rotary_sin is not None:
         check_rotary(rotary_cos, rotary_sin, q, capacity)
     new = 0 if k is None else k.shape[1]
@@ -498,11 +505,22 @@ def flash_attn_with_kvcache(
             if causal or tuple(window_size) != (-1, -1):
                 q_positions = q_positions + torch.arange(q.shape[1], device=q.device)
             q = _rotate(q, rotary_cos, rotary_sin, q_positions, rotary_interleaved)
-        rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
-        k_cache[rows[:, None], positions.long()] = k
-        v_cache[rows[:, None], positions.long()] = v
+        positions = positions.long()
+        if block_table is not None:
+            page = k_cache.shape[1]
+            rows, positions = block_table.gather(1, positions // page).long(), positions % page
+        elif cache_batch_idx is None:
+            rows = torch.arange(batch, device=q.device)[:, None]
+        else:
+            rows = cache_batch_idx.long()[:, None]
+        k_cache[rows, positions] = k
+        v_cache[rows, positions] = v
 
-    if cache_batch_idx is None:
+    kv_lengths = None if filled is None else filled + new
+    if block_table is not None:
+        if kv_lengths is None:
+            kv_lengths = q.new_full((batch,), capacity, dtype=torch.int32)
+    elif cache_batch_idx is None:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     else:
         k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
@@ -520,6 +538,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         segment_ids=segment_ids,
-        kv_lengths=None if filled is None else filled + new,
+        kv_lengths=kv_lengths,
+        block_table=block_table,
     )
     return (out, lse) if return_softmax_lse else out

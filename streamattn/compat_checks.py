@@ -93,8 +93,23 @@ def check_no_pages(block_table: Tensor | None) -> None:
     """No paged cache is asked for."""
     if block_table is not None:
         raise NotImplementedError(
-            "block_table asks for a paged cache, which is not served; pass the keys and values of each "
-            "sequence as one contiguous cache"
+            "block_table asks for a paged cache, which is not served here; pass the keys and values as they "
+            "were packed, or read a paged cache for a few queries with flash_attn_with_kvcache"
+        )
+
+
+def check_pages(q: Tensor, block_table: Tensor, cache_batch_idx: Tensor | None) -> None:
+    """A row of pages for each sequence, and nothing else that says where its cache is."""
+    if not isinstance(block_table, Tensor) or block_table.dtype != torch.int32:
+        got = block_table.dtype if isinstance(block_table, Tensor) else type(block_table).__name__
+        raise TypeError(f"block_table must be an int32 tensor, got {got}; cast it")
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table must have shape [{q.shape[0]}, pages of a sequence], got {list(block_table.shape)}"
+        )
+    if cache_batch_idx is not None:
+        raise ValueError(
+            "block_table and cache_batch_idx both say where a sequence's cache is; index the table's rows"
         )
 
 

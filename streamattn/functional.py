@@ -229,7 +229,9 @@ def _check_block_table(block_table: Tensor, q: Tensor, k: Tensor, kv_lengths: Te
             f"block_table must be on q's device {q.device}, got {block_table.device}; move it there"
         )
     if k.shape[0] == 0 or k.shape[2] == 0:
-        raise ValueError(f"a paged cache must hold a page of keys at least, got k {list(k.shape)}")
+        raise ValueError(
+            f"a paged cache must hold a page of keys or more, got k {list(k.shape)}; allocate it first"
+        )
     if kv_lengths is None:
         raise ValueError(
             "block_table needs kv_lengths, which says how much of its pages each sequence has filled; "
@@ -237,8 +239,8 @@ def _check_block_table(block_table: Tensor, q: Tensor, k: Tensor, kv_lengths: Te
         )
     if q.shape[2] > MAX_DECODE_QUERIES:
         raise ValueError(
-            f"a paged cache is read for up to {MAX_DECODE_QUERIES} queries, got {q.shape[2]}; attend to the "
-            "keys and values of longer prompts before they are paged, or in pieces"
+            f"a paged cache must be read by {MAX_DECODE_QUERIES} queries or fewer, got {q.shape[2]}; attend "
+            "to the keys and values of a longer prompt before they are paged, or in pieces"
         )
 
 

@@ -465,8 +465,8 @@ def _check_no_tangent(*tensors: Tensor | None) -> None:
 def _check_not_paged(block_table: Tensor | None) -> None:
     if block_table is not None:
         raise NotImplementedError(
-            "a paged cache (block_table) is read without gradients; call attention under torch.no_grad(), or "
-            "on keys and values that were gathered into one tensor for each sequence"
+            "a paged cache (block_table) has no gradients; call attention under torch.no_grad(), or on keys "
+            "and values that were gathered into one tensor for each sequence"
         )
 
 

@@ -119,6 +119,55 @@ def test_a_ragged_cache(indexed, leftpad, append, options):
     assert torch.equal(v_cache, want_v)
 
 
+@pytest.mark.parametrize("options", CACHE_OPTIONS, ids=str)
+@pytest.mark.parametrize("append", [0, 2])
+@pytest.mark.parametrize("leftpad", [False, True])
+def test_a_paged_cache(leftpad, append, options):
+    """Pages of 3 tokens; new ones go over the end of a page, and into a page that was empty."""
+    filled = torch.tensor([4, 8, 3], dtype=torch.int32)
+    pads = torch.tensor([1, 3, 0], dtype=torch.int32) if leftpad else torch.zeros(3, dtype=torch.int32)
+    table = torch.tensor([[7, 2, 5, -9], [0, 9, 4, 3], [1, 6, -9, -9]], dtype=torch.int32)
+    q = torch.randn(3, max(append, 1), 4, 8, dtype=torch.float64)
+    k_cache, v_cache = (torch.randn(10, 3, 2, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(3, append, 2, 8, dtype=torch.float64) for _ in range(2))
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    want = []
+    for b in range(3):
+        stop = int(filled[b]) + append
+        for t in range(append):
+            place = int(filled[b]) + t
+            page, row = table[b, place // 3], place % 3
+            want_k[page, row], want_v[page, row] = k[b, t], v[b, t]
+        own = [
+            torch.cat([cache[page] for page in table[b] if page >= 0])[:stop] for cache in (want_k, want_v)
+        ]
+        want.append(dense(q[b], *own, first_key=int(pads[b]), **options))
+    out, lse = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        *((k, v) if append else ()),
+        cache_seqlens=filled,
+        cache_leftpad=pads if leftpad else None,
+        block_table=table,
+        return_softmax_lse=True,
+        **options,
+    )
+    torch.testing.assert_close(out, torch.stack([o for o, _ in want]), rtol=0, atol=1e-11)
+    torch.testing.assert_close(lse, torch.stack([x for _, x in want]), rtol=0, atol=1e-11)
+    assert torch.equal(k_cache, want_k)
+    assert torch.equal(v_cache, want_v)
+
+
+def test_a_paged_cache_without_lengths_is_full_and_takes_slopes():
+    q, k, v = (torch.randn(1, length, 2, 8, dtype=torch.float64) for length in (2, 6, 6))
+    table, slopes = torch.tensor([[1, 0]], dtype=torch.int32), torch.rand(2)
+    pages = [torch.stack([x[0, 3:], x[0, :3]]) for x in (k, v)]
+    out = flash_attn_with_kvcache(q, *pages, block_table=table, causal=True, alibi_slopes=slopes)
+    want, _ = dense(q[0], k[0], v[0], causal=True, slopes=slopes)
+    torch.testing.assert_close(out[0], want, rtol=0, atol=1e-11)
+
+
 def test_a_cache_without_lengths_is_full():
     q, k, v = (torch.randn(2, length, 2, 8, dtype=torch.float64) for length in (3, 7, 7))
     out = flash_attn_with_kvcache(q, k, v, causal=True)

@@ -19,6 +19,7 @@ from streamattn.compat import (
 Q = torch.zeros(2, 4, 2, 8)
 NONSENSE: Any = 3
 FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
+PAGES = torch.zeros(1, 1, dtype=torch.int32)
 NONE = torch.zeros(2, dtype=torch.int32)
 
 
@@ -103,12 +104,22 @@ NONE = torch.zeros(2, dtype=torch.int32)
         (
             lambda: flash_attn_varlen_func(FLAT, FLAT, FLAT, BOUNDS, BOUNDS, 5, 5, block_table=BOUNDS),
             NotImplementedError,
-            "paged cache.*one contiguous cache",
+            "paged cache.*flash_attn_with_kvcache",
         ),
         (
             lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=BOUNDS),
-            NotImplementedError,
-            "paged cache",
+            ValueError,
+            r"block_table must have shape \[1, pages of a sequence\], got \[2\]",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=BOUNDS[None].long()),
+            TypeError,
+            "block_table must be an int32 tensor, got torch.int64",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=PAGES, cache_batch_idx=PAGES[0]),
+            ValueError,
+            "block_table and cache_batch_idx both",
         ),
         (lambda: flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v must be passed together"),
         (lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q), ValueError, "k needs cache_seqlens"),

@@ -67,6 +67,7 @@ def test_an_explicit_backend_is_taken(backend):
         (Backend.SDPA, {"device": "meta"}, {}, "meta"),
         (Backend.TRITON, {}, {}, "NVIDIA GPU"),
         (Backend.TRITON, {"device": "meta"}, {}, "NVIDIA GPU"),
+        (Backend.DECODE, {}, {}, "NVIDIA GPU"),
     ],
 )
 def test_a_backend_that_can_not_says_why_and_what_else(backend, shapes, options, reason):
@@ -99,11 +100,12 @@ def test_the_reference_serves_every_call():
 def test_limits_of_triton_in_the_interpreter(shapes, reason, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
-    assert unavailable(Backend.TRITON, CPU) is None
-    said = unsupported(Backend.TRITON, *qkv(**shapes), **PLAIN)
-    assert said is not None
-    assert reason in said
-    assert unsupported(Backend.TRITON, *qkv(256, 1), **PLAIN) is None
+    for backend in (Backend.TRITON, Backend.DECODE):
+        assert unavailable(backend, CPU) is None
+        said = unsupported(backend, *qkv(**shapes), **PLAIN)
+        assert said is not None
+        assert reason in said
+        assert unsupported(backend, *qkv(256, 1), **PLAIN) is None
 
 
 def test_the_interpreter_changes_no_default(monkeypatch):
@@ -123,7 +125,7 @@ def test_triton_is_named_where_it_is_missing(monkeypatch):
 
 def test_a_rocm_build_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for backend in (Backend.TRITON, Backend.HOPPER):
+    for backend in (Backend.TRITON, Backend.HOPPER, Backend.DECODE):
         said = unavailable(backend, torch.device("cuda:0"))
         assert said is not None
         assert "NVIDIA GPU" in said
@@ -219,7 +221,68 @@ def test_the_hopper_kernel_reads_whole_16_bytes(monkeypatch):
 
 
 def test_the_names_that_attention_takes():
-    assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper")
+    assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper", "decode")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        ({}, {}, None),
+        ({"q_len": 16, "dtype": torch.float32, "kv_len": 1}, {"softcap": 1.0, "scale": 0.0}, None),
+        ({"head_dim": 7, "value_dim": 256, "dtype": torch.float16}, {"window_left": 0}, None),
+        ({}, {"masks": Masks(None, SEGMENTS[:, :1], SEGMENTS, LENGTHS, torch.zeros(2))}, None),
+        ({}, {"masks": Masks(attn_mask=torch.zeros(1, 1, 1, 128))}, None),
+        ({}, {"masks": Masks(attn_mask=torch.zeros(1, 4, 1, 128))}, "head to head"),
+        ({}, {"masks": Masks(attn_mask=torch.zeros(1, 1, 1, 128).expand(1, 4, 1, 128))}, None),
+        ({"heads": 2}, {"masks": Masks(attn_mask=torch.zeros(1, 2, 1, 128))}, None),
+        ({}, {"masks": Masks(kv_lengths=LENGTHS, block_table=SEGMENTS[:, :3])}, None),
+        ({}, {"masks": Masks(kv_lengths=LENGTHS, block_table=SEGMENTS[:, :0])}, "empty"),
+        ({"q_len": 17}, {}, "up to 16 queries, got 17"),
+        ({"head_dim": 257}, {}, "257"),
+        ({"dtype": torch.float64}, {}, "float64"),
+        ({"kv_len": 0}, {}, "empty"),
+        ({}, {"dropout_p": 0.1}, "dropout"),
+    ],
+    ids=str,
+)
+def test_what_the_decode_kernel_takes(shapes, options, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    sizes = {"heads": 4, "q_len": 1, "kv_len": 128, "dtype": torch.bfloat16, "device": "meta"} | shapes
+    heads = sizes.pop("heads")
+    q, k, v = qkv(**sizes)
+    q = q[:, :1].expand(-1, heads, -1, -1)
+    said = unsupported(Backend.DECODE, q, k, v, **(PLAIN | options))
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+@pytest.mark.parametrize("backend", [x for x in Backend if x not in (Backend.AUTO, Backend.DECODE)])
+def test_who_reads_no_paged_cache_says_so(backend, monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    masks = Masks(kv_lengths=LENGTHS, block_table=SEGMENTS[:, :3])
+    said = unsupported(backend, *qkv(64, 64, q_len=64, dtype=torch.float16), **(PLAIN | {"masks": masks}))
+    assert (said is None) if backend is Backend.REFERENCE else (said is not None and "block_table" in said)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "options", "want"),
+    [
+        (1, {}, Backend.DECODE),
+        (16, {}, Backend.DECODE),
+        (17, {}, Backend.TRITON),
+        (64, {}, Backend.HOPPER),
+        (1, {"dropout_p": 0.1}, Backend.TRITON),
+        (1, {"masks": Masks(attn_mask=torch.zeros(1, 4, 1, 1))}, Backend.TRITON),
+        (64, {"masks": Masks(sinks=LENGTHS)}, Backend.TRITON),
+    ],
+    ids=str,
+)
+def test_auto_on_a_gpu_goes_by_the_number_of_queries(q_len, options, want, monkeypatch):
+    """Whatever the number of keys."""
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    for kv_len in (64, 5000):
+        _, k, v = qkv(64, 64, kv_len=kv_len, dtype=torch.float16, device="meta")
+        q = torch.empty(1, 4, q_len, 64, device="meta", dtype=torch.float16)
+        assert choose(Backend.AUTO, q, k, v, **(PLAIN | options)) is want
 
 
 BACKWARD: dict[str, Any] = {

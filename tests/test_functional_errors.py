@@ -50,6 +50,15 @@ def randn(*shape: int, **kwargs) -> torch.Tensor:
 INT_Q = torch.zeros(2, 4, 8, 16, dtype=torch.int64)
 INT_KV = torch.zeros(2, 2, 8, 16, dtype=torch.int32)
 
+PAGES = torch.zeros(2, 3, dtype=torch.int32)
+PAGED = {
+    "q": randn(2, 4, 1, 16),
+    "k": randn(5, 2, 4, 16),
+    "v": randn(5, 2, 4, 16),
+    "kv_lengths": torch.tensor([3, 12]),
+    "block_table": PAGES,
+}
+
 # name -> (error, changes to the legal arguments, words that the message must hold: what it wants and got)
 BAD = {
     "q is an array": (TypeError, {"q": numpy.zeros((2, 4, 8, 16))}, ["q", "Tensor", "ndarray"]),
@@ -225,6 +234,42 @@ BAD = {
         {"q": randn(2, 4, 5, 16), "segment_ids": torch.zeros(2, 8).int()},
         ["segment_ids", "5", "8", "pair"],
     ),
+    "pages a list": (TypeError, PAGED | {"block_table": [[0]]}, ["block_table", "int32", "list"]),
+    "pages of int64": (TypeError, PAGED | {"block_table": PAGES.long()}, ["block_table", "int32", "int64"]),
+    "pages of one sequence": (
+        ValueError,
+        PAGED | {"block_table": PAGES[:1]},
+        ["block_table", "[2, pages of a sequence]", "[1, 3]"],
+    ),
+    "pages in a row": (ValueError, PAGED | {"block_table": PAGES[0]}, ["block_table", "[3]"]),
+    "pages elsewhere": (
+        ValueError,
+        PAGED | {"block_table": PAGES.to("meta")},
+        ["block_table", "cpu", "meta"],
+    ),
+    "pages without lengths": (
+        ValueError,
+        PAGED | {"kv_lengths": None},
+        ["block_table", "kv_lengths", "int32"],
+    ),
+    "pages for a prompt": (ValueError, PAGED | {"q": randn(2, 4, 17, 16)}, ["paged", "16 queries", "17"]),
+    "no pages": (ValueError, PAGED | {x: randn(0, 2, 4, 16) for x in "kv"}, ["page", "[0, 2, 4, 16]"]),
+    "pages without batch": (
+        ValueError,
+        PAGED | {"q": randn(4, 1, 16), "k": randn(2, 4, 16), "v": randn(2, 4, 16)},
+        ["block_table", "[B, Hq, Tq, D]", "[4, 1, 16]"],
+    ),
+    "more than the pages hold": (
+        ValueError,
+        PAGED | {"kv_lengths": torch.tensor([13, 1])},
+        ["kv_lengths", "12", "[13, 1]"],
+    ),
+    "mask of a page": (ValueError, PAGED | {"attn_mask": torch.zeros(1, 4)}, ["attn_mask", "[2, 4, 1, 12]"]),
+    "segments of a page": (
+        ValueError,
+        PAGED | {"segment_ids": (torch.zeros(2, 1).int(), torch.zeros(2, 4).int())},
+        ["kv segment_ids", "[2, 12]", "[2, 4]"],
+    ),
     "backend unknown": (ValueError, {"backend": "flash"}, ["backend", "auto", "reference", "flash"]),
     "backend None": (ValueError, {"backend": None}, ["backend", "auto", "None"]),
     "deterministic a string": (TypeError, {"deterministic": "yes"}, ["deterministic", "True", "yes"]),
@@ -246,6 +291,17 @@ UNABLE = {
         ["256", "264"],
     ),
     "triton with no keys": ("triton", {x: randn(2, 2, 0, 16) for x in "kv"}, ["empty"]),
+    "triton with pages": ("triton", PAGED, ["block_table"]),
+    "sdpa with pages": ("sdpa", PAGED, ["block_table"]),
+    "hopper with pages": ("hopper", PAGED, ["block_table"]),
+    "decode without GPU": ("decode", {}, ["GPU", "CPU"]),
+    "decode with many queries": ("decode", {"q": randn(2, 4, 17, 16)}, ["16", "17"]),
+    "decode with dropout": ("decode", {"dropout_p": 0.1}, ["dropout"]),
+    "decode with a mask by head": (
+        "decode",
+        {"attn_mask": torch.zeros(4, 8, 8)},
+        ["attn_mask", "head to head"],
+    ),
     "hopper without GPU": ("hopper", {}, ["GPU", "CPU"]),
     "hopper in float32": ("hopper", {}, ["float16", "float32"]),
     "hopper with a mask": ("hopper", HALF | {"attn_mask": torch.zeros(64, 64)}, ["attn_mask"]),
@@ -294,7 +350,7 @@ def test_an_unable_backend_says_why_and_nothing_runs(name, listening, gradient, 
         monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
     arguments = tensors(**changes) | {"backend": backend}
     for x in "qkv":
-        arguments[x] = arguments[x].clone().requires_grad_(gradient)
+        arguments[x] = arguments[x].clone().requires_grad_(gradient and "block_table" not in arguments)
     with Listener(refuse=False) if listening else contextlib.nullcontext():
         explained(ValueError, arguments, [backend, "auto", *words])
 
@@ -307,7 +363,7 @@ def test_what_watches_sees_every_backend(backend, listening, nothing_runs, monke
         Listener(refuse=False) if listening else contextlib.nullcontext(),
         pytest.raises(AssertionError, match="would have run"),
     ):
-        attention(*HALF.values(), backend=backend)
+        attention(*(tensors() if backend == "decode" else HALF).values(), backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +381,16 @@ def test_options_of_unbatched_inputs_are_unbatched(options, words, nothing_runs)
         attention(q, k, v, **options)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("carrier", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("listening", [False, True], ids=["direct", "operator"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "decode"])
+def test_a_gradient_of_a_paged_cache_is_refused(backend, listening, carrier, nothing_runs):
+    arguments = PAGED | {"sinks": torch.zeros(4), "backend": backend}
+    arguments[carrier] = arguments[carrier].clone().requires_grad_()
+    with Listener(refuse=False) if listening else contextlib.nullcontext():
+        explained(NotImplementedError, arguments, ["block_table", "no_grad"])
 
 
 def test_flash_attention_wants_matrices(nothing_runs):

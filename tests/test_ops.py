@@ -79,6 +79,35 @@ def test_opcheck_of_the_forward_with_dropout():
     torch.library.opcheck(torch.ops.streamattn.attention_forward.default, arguments)
 
 
+def paged_arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments of `attention` on a paged cache stored [pages, page, Hkv, D]."""
+    q = torch.randn(2, 4, 1, 16, dtype=dtype)
+    k, v = torch.randn(2, 5, 4, 2, 16, dtype=dtype).transpose(2, 3)
+    lengths, table = torch.tensor([3, 12]), torch.tensor([[4, -1, -1], [0, 3, 1]], dtype=torch.int32)
+    return {"q": q, "k": k, "v": v, "kv_lengths": lengths, "block_table": table}
+
+
+def test_opcheck_of_the_forward_on_a_paged_cache():
+    given = paged_arguments()
+    q, k, v, lengths = (given[x] for x in ("q", "k", "v", "kv_lengths"))
+    arguments = (q, k, v, *(None,) * 3, lengths, None, None, 0.25, UNBOUNDED, 0, 0.0, 0.0, "auto", None)
+    forward = torch.ops.streamattn.attention_forward.default
+    torch.library.opcheck(forward, arguments, {"block_table": given["block_table"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_paged_cache_compiles_into_one_graph(dtype):
+    given = paged_arguments(dtype)
+
+    def call(**arguments: Any) -> tuple[Tensor, Tensor]:
+        return attention(**arguments, causal=True, window_size=7, return_lse=True)
+
+    torch._dynamo.reset()
+    got = torch.compile(call, backend="aot_eager", fullgraph=True)(**given)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(**given), got, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("with_dlse", [False, True])

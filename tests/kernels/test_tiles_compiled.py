@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from streamattn.pattern import UNBOUNDED
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import streamattn.kernels.launch
-from streamattn.kernels import backward, forward, mask_gradient
+from streamattn.kernels import backward, decode, forward, mask_gradient
 from tests.offline import SHARED_BYTES, Compiled, Launch, compiled, undefined_reads
+
+EDGES = (512, 64)  # of a window
 
 
 @pytest.fixture
@@ -32,6 +35,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Launch]
         "attention_bwd_dq_kernel": "dq",
         "attention_bwd_dkdv_kernel": "dkdv",
         "attention_bwd_dmask_kernel": "dmask",
+        "decode_fwd_kernel": "decode",
+        "decode_combine_kernel": "combine",
     }
     seen: dict[str, Launch] = {}
 
@@ -48,9 +53,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Launch]
     def record(arch: str, dtype: torch.dtype, head_dim: int, call: dict[str, Any]) -> dict[str, Launch]:
         seen.clear()
         monkeypatch.setattr(streamattn.kernels.launch, "architecture_of", lambda x: arch)
-        for module in (forward, backward, mask_gradient):
+        for module in (forward, backward, mask_gradient, decode):
             monkeypatch.setattr(module, "launch", keep)
-        launch_all(dtype, head_dim, **call)
+        (launch_decode if "group" in call else launch_all)(dtype, head_dim, **call)
         return dict(seen)
 
     return record
@@ -92,6 +97,86 @@ def launch_all(
     )
     if attn_mask is not None and attn_mask.is_floating_point():
         mask_gradient.attention_mask_gradient(out, q, k, v, lse2, delta, attn_mask, *masks, *options)
+
+
+def launch_decode(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    group: int,
+    q_len: int = 1,
+    page: int | None = None,
+    everything: bool = False,
+) -> None:
+    """Decoding of 4 key heads with a group of query heads each, over 4096 keys, in more than one split.
+
+    page: keys of a page of a paged cache, None = one piece. everything: with a window, a mask, segments,
+    softcap and sinks.
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q = empty(2, 4 * group, q_len, head_dim)
+    k, v, table = (*(empty(2, 4, 4096, head_dim) for _ in range(2)), None)
+    if page is not None:
+        k, v = (empty(100, page, 4, head_dim).transpose(1, 2) for _ in range(2))
+        table = empty(2, 4096 // page, dtype=torch.int32)
+    segments = [empty(2, n, dtype=torch.int32) if everything else None for n in (q_len, 4096)]
+    attn_mask = empty(2, 1, q_len, 4096) if everything else None
+    lengths, sinks = empty(2, dtype=torch.int64), empty(4 * group) if everything else None
+    window = EDGES if everything else (UNBOUNDED, 0)
+    options = (0.1, *window, 30.0 if everything else 0.0, 0.0)
+    decode.attention_forward(q, k, v, attn_mask, *segments, lengths, None, sinks, *options, block_table=table)
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "one query": {"group": 1},
+    "a group": {"group": 8, "q_len": 2},
+    "pages": {"group": 4, "page": 16},
+    "everything": {"group": 8, "q_len": 16, "everything": True, "page": 64},
+}
+
+
+def check_decoding(launches: Any, arch: str, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
+    """Tiles fit, and keys and values are loaded ahead; float32 above 128 columns spills a little."""
+    for title, call in DECODING.items():
+        for name, launch in launches(arch, dtype, head_dim, call).items():
+            binary = compiled(launch, arch, tmp_path)
+            spilling = title == "everything" or (dtype == torch.float32 and head_dim > 128)
+            assert binary.spills <= (binary.instructions.total() // 10 if spilling else 0), (
+                title,
+                name,
+                binary,
+            )
+            assert binary.shared <= SHARED_BYTES[arch], (title, name, binary)
+            assert binary.undefined == [], (title, name)
+            if name == "decode":
+                tile = {x: launch.arguments[x] for x in ("BLOCK_N", "BLOCK_D")}
+                row = tiles._TABLES["decode", arch, dtype.itemsize][head_dim]
+                buffers = (row.num_stages - 1) * 2 * tile["BLOCK_N"] * tile["BLOCK_D"] * dtype.itemsize
+                assert binary.shared >= buffers, (title, binary)
+                assert binary.instructions["LDGSTS"] > 0, title
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decoding_spills_nothing_and_loads_ahead(launches, head_dim, tmp_path):
+    check_decoding(launches, "sm_90", torch.bfloat16, head_dim, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim"),
+    [
+        (arch, {2: torch.bfloat16, 4: torch.float32}[itemsize], head_dim)
+        for (name, arch, itemsize), table in tiles._TABLES.items()
+        if name == "decode"
+        for head_dim in table
+    ],
+    ids=str,
+)
+def test_every_row_of_decoding_fits(launches, arch, dtype, head_dim, tmp_path):
+    check_decoding(launches, arch, dtype, head_dim, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +239,6 @@ def test_tf32_where_pytorch_allows_it_is_one_step(launches, tmp_path):
         check_float32_products("forward", launch, binary)
 
 
-EDGES = (512, 64)
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {},
     "everything": {"window": EDGES, "everything": True},
