@@ -179,6 +179,27 @@ def hidden_by_minimum(dtype: torch.dtype, lowest: str) -> Inputs:
     return inputs
 
 
+def paged(inputs: Inputs, page: int, spare: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and block_table of a paged cache that holds the call's keys, on its device.
+
+    Pages lie in any order, stored [pages, page, Hkv, D], and `spare` of them hold NaN and are in no row.
+    """
+    batch, _, kv_len, _ = inputs.k.shape
+    count = kv_len // page
+    assert kv_len == count * page
+    gen = torch.Generator().manual_seed(page)
+    table = torch.randperm(batch * count + spare, generator=gen)[: batch * count].view(batch, count)
+    table = table.to(inputs.k.device)
+    made = []
+    for x in (inputs.k, inputs.v):
+        heads, head_dim = x.shape[1], x.shape[3]
+        pages = x.detach().transpose(1, 2).reshape(batch, count, page, heads, head_dim)
+        pool = pages.new_full((batch * count + spare, page, heads, head_dim), torch.nan)
+        pool[table] = pages
+        made.append(pool.transpose(1, 2))
+    return made[0], made[1], table.int()
+
+
 def lay_out(
     batch: int,
     sizes: dict[str, tuple[int, int, int]],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamattn import attention, ops
-from streamattn.kernels import forward, launch
+from streamattn.kernels import decode, launch
 from tests.cases import relative_errors
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +54,14 @@ def test_token_by_token(options):
     assert len(served()) in (1, 2)  # a window that reaches past all keys is another kind
 
 
+def test_token_by_token_while_splits_become_more():
+    """One kind for all of them, with a plan for each number of splits."""
+    for kv_len in (100, 300, 301, 1000, 5000, 5001, 300):
+        for _ in range(2):
+            check(*inputs(kv_len), causal=True)
+    assert len(served()) == 1
+
+
 def test_lse_and_its_meaning_stay():
     first, second = inputs(77), inputs(77)
     attention(*first)
@@ -68,7 +76,7 @@ def test_no_call_of_a_kind_is_launched_by_triton(monkeypatch):
     first, other = inputs(77), inputs(78)
     attention(*first, causal=True)
     monkeypatch.setattr(launch, "_launch_by_triton", lambda *given: pytest.fail("launched by Triton"))
-    monkeypatch.setattr(forward, "launch", lambda *given: pytest.fail("the long way"))
+    monkeypatch.setattr(decode, "attention_forward", lambda *given: pytest.fail("the long way"))
     check(*first, causal=True)
     check(*other, causal=True)
 

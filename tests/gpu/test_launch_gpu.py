@@ -288,18 +288,22 @@ def test_a_mask_whose_offsets_pass_two_to_the_31st():
     assert relative_errors(dq[rows], want_dq, 1e-5)[0] < 2e-2
 
 
-def test_no_length_compiles_another_kernel():
+@pytest.mark.parametrize("backend", ["triton", "decode"])
+def test_no_length_compiles_another_kernel(backend):
     """vllm-project/vllm#14448: generating token by token reuses what is compiled."""
+    from streamattn.kernels.decode import decode_combine_kernel, decode_fwd_kernel
     from streamattn.kernels.forward import attention_fwd_kernel
 
+    kernels = [attention_fwd_kernel] if backend == "triton" else [decode_fwd_kernel, decode_combine_kernel]
+
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in attention_fwd_kernel.device_caches.values())
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     k = torch.randn(1, 4, 2048, 64, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
     counts = []
     for length in [1000, *range(1001, 1065)]:
-        attention(q, k[:, :, :length], k[:, :, :length], causal=True, backend="triton")
+        attention(q, k[:, :, :length], k[:, :, :length], causal=True, backend=backend)
         counts.append(compiled())
     assert counts[-1] - counts[0] <= 2
 

@@ -18,6 +18,7 @@ INTERPRETED = [
     "test_backward.py",
     "test_hopper_emulated.py",
     "test_decode.py",
+    "test_decode_launch.py",
     "test_hopper_backward_rows.py",
     "test_launch.py",
     "test_launch_arguments.py",

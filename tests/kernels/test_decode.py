@@ -13,7 +13,7 @@ from torch import Tensor
 from streamattn import attention
 from streamattn.kernels import decode, tiles
 from streamattn.pattern import UNBOUNDED
-from tests.cases import LAYOUTS, Case, Inputs, Result, expected, judge
+from tests.cases import LAYOUTS, Case, Inputs, Result, expected, judge, paged
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 from tests.peers import rounded
@@ -189,23 +189,6 @@ def test_splits_follow_the_work_and_the_multiprocessors(monkeypatch) -> None:
 
 
 # Paged caches
-
-
-def paged(inputs: Inputs, page: int, spare: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v and table of a paged cache that holds the case's keys, in pages of any order; others are NaN."""
-    batch, _, kv_len, _ = inputs.k.shape
-    count = kv_len // page
-    assert kv_len == count * page
-    gen = torch.Generator().manual_seed(seed)
-    table = torch.randperm(batch * count + spare, generator=gen)[: batch * count].view(batch, count)
-    made = []
-    for x in (inputs.k, inputs.v):
-        heads, head_dim = x.shape[1], x.shape[3]
-        pool = torch.full((batch * count + spare, page, heads, head_dim), torch.nan, dtype=x.dtype)
-        pages = x.detach().transpose(1, 2).reshape(batch, count, page, heads, head_dim)
-        pool[table] = pages
-        made.append(pool.transpose(1, 2))
-    return made[0], made[1], table.int()
 
 
 @pytest.mark.parametrize("page", [1, 7, 64])
