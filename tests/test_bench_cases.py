@@ -60,6 +60,18 @@ def test_gpt2_and_grouped_heads() -> None:
     assert {(case.num_heads, case.num_kv_heads) for case in SETS["grouped"](SWEEP)} == {(32, 8)}
 
 
+def test_decoding_is_one_query_on_a_cache() -> None:
+    cases = SETS["decode"](SWEEP)
+    assert [round(case.kv_bytes() / 2**20) for case in cases] == [64, 512, 128, 1024, 192, 24]
+    small = replace(cases[2], batch=2, seq_len=48, head_dim=16)
+    q, k, v, dout = small.tensors(torch.device("cpu"))
+    assert (q.shape, dout.shape) == ((2, 32, 1, 16),) * 2
+    assert k.shape == v.shape == (2, 8, 48, 16)
+    assert k.is_contiguous()
+    assert small.kv_bytes() == 2 * k.numel() * k.element_size()
+    assert small.pairs() == 48
+
+
 def test_the_case_of_the_cpu_is_float32_whatever_is_asked_for() -> None:
     (case,) = SETS["cpu"](SWEEP)
     assert (case.dtype, case.causal, case.plain) == ("float32", True, True)

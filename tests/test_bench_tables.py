@@ -10,7 +10,17 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from streamattn.bench.tables import Row, costs, geometric_mean, means, notes, report, speeds, totals
+from streamattn.bench.tables import (
+    Row,
+    bandwidths,
+    costs,
+    geometric_mean,
+    means,
+    notes,
+    report,
+    speeds,
+    totals,
+)
 
 ROW = Row(
     device="Imagined GPU",
@@ -58,6 +68,15 @@ def test_speeds_stand_side_by_side() -> None:
         ["sweep", "128", "full", "4x4096x16", "650", "813", "0.80"],
         ["grouped", "128", "causal", "4x4096x16:4", "-", "-", "-"],
     ]
+
+
+def test_decoding_is_told_in_bytes_of_the_cache() -> None:
+    decoding = replace(ROW, case="decode", batch=1, num_heads=32, num_kv_heads=8, forward_ms=0.02)
+    peer = replace(decoding, provider="sdpa_flash", forward_ms=None)
+    assert lines(bandwidths([ROW, decoding, peer], "forward")) == [
+        ["128", "1x4096x32:8", "16", "839", "-"],
+    ]
+    assert not bandwidths([ROW, PEER], "forward").row_count
 
 
 def test_means_are_geometric_and_over_the_sweep_alone() -> None:

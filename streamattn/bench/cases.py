@@ -1,9 +1,9 @@
 """What is measured: cases, the sets of them that the command line names, their operations and their inputs.
 
 The work is that of FlashAttention's benchmarks: a constant number of tokens, heads times head_dim constant,
-storage [B, S, H, D], random data. As many queries as keys. TFLOP/s count 4 * D operations for each visible
-pair of query and key forward, 2.5 times that backward; dropout changes nothing of that. One set is small
-enough for a CPU.
+storage [B, S, H, D], random data. As many queries as keys, but one where a cache is decoded: there the
+bytes of keys and values count. TFLOP/s count 4 * D operations for each visible pair of query and key forward,
+2.5 times that backward; dropout changes nothing of that. One set is small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Case:
         batch: B.
         num_heads: query heads.
         num_kv_heads: key heads.
-        seq_len: S, queries and keys of a row.
+        seq_len: S, keys of a row, and its queries, but in the set that decodes.
         head_dim: D.
         causal: whether a query sees no key after its own place.
         window: keys up to and including its own that a query sees; None = all.
@@ -60,6 +60,11 @@ class Case:
             )
 
     @property
+    def q_len(self) -> int:
+        """Queries of a row."""
+        return 1 if self.case == "decode" else self.seq_len
+
+    @property
     def plain(self) -> bool:
         """Whether there is neither window, nor document, nor dropout."""
         return self.window is None and self.document is None and self.dropout_p == 0.0
@@ -78,20 +83,30 @@ class Case:
         length = self.document or self.seq_len
         left = UNBOUNDED if self.window is None else self.window - 1
         right = 0 if self.causal else UNBOUNDED
-        return self.seq_len // length * count_pairs(length, length, left, right)
+        return self.seq_len // length * count_pairs(min(self.q_len, length), length, left, right)
 
     def flops(self, which: str) -> float:
         """Floating-point operations of a pass, a name in `PASSES`."""
         return PASSES[which] * self.batch * self.num_heads * self.head_dim * self.pairs()
 
+    def kv_bytes(self) -> int:
+        """Size of k and v."""
+        elements = 2 * self.batch * self.num_kv_heads * self.seq_len * self.head_dim
+        return elements * DTYPES[self.dtype].itemsize
+
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Random q, k, v and dout: views [B, H, S, D] of storage [B, S, H, D]."""
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        """Random q, k, v and dout: views [B, H, S, D] of storage [B, S, H, D].
+
+        A cache that is decoded is stored as HuggingFace's are, [B, H, S, D].
+        """
+        queries, keys = (self.num_heads, self.q_len), (self.num_kv_heads, self.seq_len)
         q, k, v, dout = (
-            torch.randn(
-                self.batch, self.seq_len, count, self.head_dim, device=device, dtype=DTYPES[self.dtype]
+            torch.randn(self.batch, *sizes, self.head_dim, device=device, dtype=DTYPES[self.dtype])
+            if self.case == "decode"
+            else torch.randn(
+                self.batch, *sizes[::-1], self.head_dim, device=device, dtype=DTYPES[self.dtype]
             ).transpose(1, 2)
-            for count in heads
+            for sizes in (queries, keys, keys, queries)
         )
         return q, k, v, dout
 
@@ -158,6 +173,18 @@ def _dropout(options: Sweep) -> list[Case]:
     ]
 
 
+def _decode(options: Sweep) -> list[Case]:
+    shapes = (
+        (1, 32, 32, 4096, 128),
+        (1, 32, 32, 32768, 128),
+        (1, 32, 8, 32768, 128),
+        (32, 32, 8, 8192, 128),
+        (64, 12, 12, 1024, 64),
+        (1, 12, 12, 8192, 64),
+    )
+    return [Case("decode", options.dtype, *shape, False) for shape in shapes]
+
+
 def _cpu(options: Sweep) -> list[Case]:
     return [Case("cpu", "float32", 4, 12, 12, 1024, 64, True)]
 
@@ -169,7 +196,9 @@ SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "window": _window,
     "documents": _documents,
     "dropout": _dropout,
+    "decode": _decode,
     "cpu": _cpu,
 }
 """Sets of cases. Window, documents and dropout hold each pattern beside the same work without it: all keys,
-the documents as a batch, no dropout. The last is one case in float32, whatever dtype is asked for."""
+the documents as a batch, no dropout. Decode is one query on a cache. The last is one case in float32,
+whatever dtype is asked for."""

@@ -5,7 +5,7 @@ Or on the CPU, with ``--device cpu --cases cpu --passes forward backward``, besi
 All providers run each case on the same inputs and take turns; the least of a provider's medians counts. What
 fails the gate is not timed: the provider is stopped for the rest of the run, and the exit status is 1. What a
 peer can't do, and memory that doesn't suffice, are noted in the row's ``status``. A case's rows are written
-as soon as it ends. Left out on purpose: whole models, decoding.
+as soon as it ends. Left out on purpose: whole models.
 """
 
 from __future__ import annotations

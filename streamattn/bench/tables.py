@@ -105,6 +105,19 @@ def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
     return table
 
 
+def bandwidths(rows: Sequence[Row], column: str) -> Table:
+    """GB/s of keys and values read, of every provider that decodes."""
+    decoded = [row for row in rows if row.case == "decode"]
+    names = list(dict.fromkeys(row.provider for row in decoded))
+    table = _table(f"{column}, GB/s of k and v", "D", "shape", "MiB", *names)
+    for row, case in _cases(decoded).items():
+        times = [getattr(case.get(name), f"{column}_ms", None) for name in names]
+        cells = ["-" if ms is None else f"{row.kv_bytes() / ms / 1e6:.0f}" for ms in times]
+        shape = f"{row.batch}x{row.seq_len}x{row.num_heads}:{row.num_kv_heads}"
+        table.add_row(str(row.head_dim), shape, f"{row.kv_bytes() / 2**20:.0f}", *cells)
+    return table
+
+
 def means(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
     """Geometric means of the sweep against the best peer of each case, and the worst case."""
     table = _table(f"{column}, best peer's time / ours", "provider", "D", "full", "causal", "both", "least")
@@ -183,5 +196,6 @@ def report(rows: Sequence[Row], columns: Sequence[str], ours: Sequence[str]) -> 
     found = [notes(rows)]
     for column in columns:
         found += [speeds(rows, column, ours), costs(rows, column), means(rows, column, ours)]
+        found.append(bandwidths(rows, column))
     found.append(totals(rows, ours))
     yield from (table for table in found if table.row_count)

@@ -45,7 +45,7 @@ def test_any_call(use_tile: Callable[[int, int], None], call: Call) -> None:
         largest_batch=2,
         head_dims=st.sampled_from([1, 8, 16, 20, 32]),
     ),
-    examples=60,
+    examples=30,
     suppress=(HealthCheck.function_scoped_fixture,),  # every call is split anew
 )
 def test_any_call_of_few_queries(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
