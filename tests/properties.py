@@ -13,7 +13,7 @@ import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from streamattn import attention
+from streamattn.dispatch import MAX_DECODE_QUERIES
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, judge, keep_of, run
 from tests.oracle import visible_pairs
 
@@ -98,6 +99,22 @@ def calls(
         draw(st.sampled_from(dtypes)),
         strides=draw(st.one_of(st.none(), st.integers(0, 1000))),
         with_lse=unless_plain(st.just(True), False),
+    )
+
+
+def few_queries(call: Call) -> Call:
+    """The call with as many queries as the decode kernel takes, and without what it leaves to others."""
+    case = call.case
+    by_head = case.mask in ("bool", "additive", "additive_heads", "trained", "trained_full")
+    return replace(
+        call,
+        case=replace(
+            case,
+            q_len=1 + (case.q_len - 1) % MAX_DECODE_QUERIES,
+            segments="none" if case.segments == "none" else "pair",
+            dropout_p=0.0,
+            mask="none" if by_head and case.q_heads != case.kv_heads else case.mask,
+        ),
     )
 
 

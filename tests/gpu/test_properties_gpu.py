@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 
 from streamattn.dispatch import Backend
-from tests.properties import Call, calls, check, searched
+from tests.properties import Call, calls, check, few_queries, searched
 
 pytestmark = pytest.mark.gpu
 
@@ -47,10 +47,19 @@ def alike(call: Call) -> Iterator[Call]:
 @searched(calls(DTYPES, longest=LONGEST, head_dims=HEAD_DIMS), examples=8)
 def test_any_call(call: Call) -> None:
     """Memory that a kernel allocates and does not write holds NaN; the backward is whichever is fastest."""
+    check_all(alike(call), Backend.AUTO)
+
+
+@searched(calls(DTYPES, longest=LONGEST, shortest=1, head_dims=HEAD_DIMS), examples=4)
+def test_any_call_of_few_queries(call: Call) -> None:
+    check_all(map(few_queries, alike(few_queries(call))), Backend.DECODE)
+
+
+def check_all(given: Iterable[Call], backend: Backend) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for each in alike(call):
+        for each in given:
             with contextlib.suppress(UnsatisfiedAssumption):  # of one call; the others may be fit
-                check(each, Backend.AUTO.value, device="cuda", deterministic=False)
+                check(each, backend.value, device="cuda", deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
