@@ -258,8 +258,8 @@ def test_what_the_decode_kernel_takes(shapes, options, reason, monkeypatch):
 @pytest.mark.parametrize("backend", [x for x in Backend if x not in (Backend.AUTO, Backend.DECODE)])
 def test_who_reads_no_paged_cache_says_so(backend, monkeypatch):
     monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
-    masks = Masks(kv_lengths=LENGTHS, block_table=SEGMENTS[:, :3])
-    said = unsupported(backend, *qkv(64, 64, q_len=64, dtype=torch.float16), **(PLAIN | {"masks": masks}))
+    options: dict[str, Any] = PLAIN | {"masks": Masks(kv_lengths=LENGTHS, block_table=SEGMENTS[:, :3])}
+    said = unsupported(backend, *qkv(64, 64, q_len=64, dtype=torch.float16), **options)
     assert (said is None) if backend is Backend.REFERENCE else (said is not None and "block_table" in said)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,11 +172,9 @@ def test_a_long_cache_that_holds_little_is_split_as_finely_as_a_full_one(monkeyp
 def test_splits_follow_the_work_and_the_multiprocessors(monkeypatch) -> None:
     monkeypatch.setattr(decode, "multiprocessor_count", lambda device: 132)
     tile = tiles.Tile(32, 64, 4, 3)
-    on_gpu = type("OnGpu", (), {"is_cuda": True, "get_device": lambda self: 0})
 
     def splits(batch: int, heads: int, kv_heads: int, kv_len: int, q_len: int = 1, left: int = UNBOUNDED):
-        q = on_gpu()
-        q.shape = (batch, heads, q_len, 128)
+        q: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0, shape=(batch, heads, q_len, 128))
         return decode.split_count(decode.most_splits(q, kv_heads, tile), q_len, kv_len, left)
 
     slots = tiles.DECODE_PROGRAMS * 132

@@ -122,12 +122,14 @@ def launch_decode(
     if page is not None:
         k, v = (empty(100, page, 4, head_dim).transpose(1, 2) for _ in range(2))
         table = empty(2, 4096 // page, dtype=torch.int32)
-    segments = [empty(2, n, dtype=torch.int32) if everything else None for n in (q_len, 4096)]
+    q_segments, kv_segments = (empty(2, n, dtype=torch.int32) if everything else None for n in (q_len, 4096))
     attn_mask = empty(2, 1, q_len, 4096) if everything else None
     lengths, sinks = empty(2, dtype=torch.int64), empty(4 * group) if everything else None
     window = EDGES if everything else (UNBOUNDED, 0)
     options = (0.1, *window, 30.0 if everything else 0.0, 0.0)
-    decode.attention_forward(q, k, v, attn_mask, *segments, lengths, None, sinks, *options, block_table=table)
+    decode.attention_forward(
+        q, k, v, attn_mask, q_segments, kv_segments, lengths, None, sinks, *options, block_table=table
+    )
 
 
 DECODING: dict[str, dict[str, Any]] = {
@@ -135,6 +137,14 @@ DECODING: dict[str, dict[str, Any]] = {
     "a group": {"group": 8, "q_len": 2},
     "pages": {"group": 4, "page": 16},
     "everything": {"group": 8, "q_len": 16, "everything": True, "page": 64},
+}
+
+
+DECODE_ROWS = {
+    (arch, {2: torch.bfloat16, 4: torch.float32}[itemsize], head_dim): tile
+    for (name, arch, itemsize), table in tiles._TABLES.items()
+    if name == "decode"
+    for head_dim, tile in table.items()
 }
 
 
@@ -153,7 +163,7 @@ def check_decoding(launches: Any, arch: str, dtype: torch.dtype, head_dim: int, 
             assert binary.undefined == [], (title, name)
             if name == "decode":
                 tile = {x: launch.arguments[x] for x in ("BLOCK_N", "BLOCK_D")}
-                row = tiles._TABLES["decode", arch, dtype.itemsize][head_dim]
+                row = DECODE_ROWS[arch, dtype, head_dim]
                 buffers = (row.num_stages - 1) * 2 * tile["BLOCK_N"] * tile["BLOCK_D"] * dtype.itemsize
                 assert binary.shared >= buffers, (title, binary)
                 assert binary.instructions["LDGSTS"] > 0, title
@@ -166,12 +176,7 @@ def test_decoding_spills_nothing_and_loads_ahead(launches, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim"),
-    [
-        (arch, {2: torch.bfloat16, 4: torch.float32}[itemsize], head_dim)
-        for (name, arch, itemsize), table in tiles._TABLES.items()
-        if name == "decode"
-        for head_dim in table
-    ],
+    DECODE_ROWS,
     ids=str,
 )
 def test_every_row_of_decoding_fits(launches, arch, dtype, head_dim, tmp_path):
