@@ -125,11 +125,9 @@ def launch_decode(
     q_segments, kv_segments = (empty(2, n, dtype=torch.int32) if everything else None for n in (q_len, 4096))
     attn_mask = empty(2, 1, q_len, 4096) if everything else None
     lengths, sinks = empty(2, dtype=torch.int64), empty(4 * group) if everything else None
-    window = EDGES if everything else (UNBOUNDED, 0)
-    options = (0.1, *window, 30.0 if everything else 0.0, 0.0)
-    decode.attention_forward(
-        q, k, v, attn_mask, q_segments, kv_segments, lengths, None, sinks, *options, block_table=table
-    )
+    (left, right), softcap = (EDGES, 30.0) if everything else ((UNBOUNDED, 0), 0.0)
+    masks = (attn_mask, q_segments, kv_segments, lengths, None, sinks)
+    decode.attention_forward(q, k, v, *masks, 0.1, left, right, softcap, 0.0, block_table=table)
 
 
 DECODING: dict[str, dict[str, Any]] = {
