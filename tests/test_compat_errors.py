@@ -19,7 +19,7 @@ from streamattn.compat import (
 Q = torch.zeros(2, 4, 2, 8)
 NONSENSE: Any = 3
 FLAT, BOUNDS = torch.zeros(8, 2, 8), torch.tensor([0, 3, 8], dtype=torch.int32)
-PAGES = torch.zeros(1, 1, dtype=torch.int32)
+PAGES = torch.zeros(2, 1, dtype=torch.int32)
 NONE = torch.zeros(2, dtype=torch.int32)
 
 
@@ -109,7 +109,7 @@ NONE = torch.zeros(2, dtype=torch.int32)
         (
             lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=BOUNDS),
             ValueError,
-            r"block_table must have shape \[1, pages of a sequence\], got \[2\]",
+            r"block_table must have shape \[2, pages of a sequence\], got \[3\]",
         ),
         (
             lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=BOUNDS[None].long()),
@@ -117,7 +117,7 @@ NONE = torch.zeros(2, dtype=torch.int32)
             "block_table must be an int32 tensor, got torch.int64",
         ),
         (
-            lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=PAGES, cache_batch_idx=PAGES[0]),
+            lambda: flash_attn_with_kvcache(Q, Q, Q, block_table=PAGES, cache_batch_idx=PAGES[:, 0]),
             ValueError,
             "block_table and cache_batch_idx both",
         ),

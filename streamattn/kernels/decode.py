@@ -384,7 +384,7 @@ def attention_forward(
     if splits > 1:
         parts = q.new_empty(batch * num_heads * q_len * splits * (head_dim_v + 2), dtype=torch.float32)
     if kind is None:
-        key, varying = call_key((q, k, v, *masks, sinks, block_table), *options), ()
+        key, varying = (call_key((q, k, v, *masks, sinks, block_table), *options), splits), ()
     else:
         key, varying = _kind_key(q, k, v, kind, splits)
 
