@@ -32,6 +32,7 @@ class Backend(str, Enum):
     TRITON = "triton"
     HOPPER = "hopper"
     DECODE = "decode"
+    WIDE = "wide"
 
 
 class Masks(NamedTuple):
@@ -50,6 +51,7 @@ class Masks(NamedTuple):
 
 BACKEND_NAMES = tuple(backend.value for backend in Backend)
 MAX_TRITON_HEAD_DIM = 256
+MAX_WIDE_HEAD_DIM = 8192
 MIN_HOPPER_HEAD_DIM = 64
 MIN_HOPPER_QUERIES = 64
 MAX_DECODE_QUERIES = 16
@@ -82,7 +84,7 @@ def unavailable(backend: Backend, device: torch.device) -> str | None:
         return (
             f"it is PyTorch's fused CPU attention and the tensors are on {device.type}; use backend='triton'"
         )
-    if backend in (Backend.TRITON, Backend.HOPPER, Backend.DECODE):
+    if backend in (Backend.TRITON, Backend.HOPPER, Backend.DECODE, Backend.WIDE):
         kind = device.type
         interpreted = kind == "cpu" and backend is not Backend.HOPPER and _interpreting()
         if not interpreted and kind != "cuda":
@@ -154,7 +156,13 @@ def unsupported(
         return "Triton's interpreter computes bfloat16 wrongly; use float32"
     if dtype not in _HALF_OR_SINGLE:
         return f"it takes float16, bfloat16 and float32, got {dtype}"
-    if max(head_dims) > MAX_TRITON_HEAD_DIM:
+    if backend is Backend.WIDE:
+        if not MAX_TRITON_HEAD_DIM < max(head_dims) <= MAX_WIDE_HEAD_DIM:
+            return (
+                f"it takes a head dimension of q or v from {MAX_TRITON_HEAD_DIM + 1} to {MAX_WIDE_HEAD_DIM}, "
+                f"got {max(head_dims)}"
+            )
+    elif max(head_dims) > MAX_TRITON_HEAD_DIM:
         return f"it takes head dimensions up to {MAX_TRITON_HEAD_DIM}, got {max(head_dims)}"
     if 0 in q_shape or 0 in v_shape:
         return "it can't take empty tensors"
@@ -275,11 +283,12 @@ def choose(
 ) -> Backend:
     """The implementation that serves the call; arguments as `unsupported` takes them.
 
-    ``auto`` takes the first that can: on CUDA the decode kernel for up to `MAX_DECODE_QUERIES` queries, or
-    the Hopper kernel for `MIN_HOPPER_QUERIES` or more, then portable Triton, else the reference; on the CPU
-    PyTorch's fused attention, else the reference. The decode kernel is taken whatever the number of keys: of
-    few it makes one split, and its tiles are of the size of so few queries. Its ``lse`` is that of all, so
-    where a gradient is wanted the portable backward follows it.
+    ``auto`` takes the first that can: on CUDA the kernels for wide heads above a head dimension of 256; up to
+    that the decode kernel for up to `MAX_DECODE_QUERIES` queries, or the Hopper kernel for
+    `MIN_HOPPER_QUERIES` or more, then portable Triton; else the reference; on the CPU PyTorch's fused
+    attention, else the reference. The decode kernel is taken whatever the number of keys: of few it makes one
+    split, and its tiles are of the size of so few queries. Its ``lse`` is that of all, so where a gradient is
+    wanted the portable backward follows it.
 
     Raises:
         ValueError: an explicit backend can't serve the call; the message says why.
@@ -293,6 +302,8 @@ def choose(
         return backend
     if q.is_cpu:
         candidates = (Backend.SDPA,)
+    elif q.shape[-1] > MAX_TRITON_HEAD_DIM or v.shape[-1] > MAX_TRITON_HEAD_DIM:
+        candidates = (Backend.WIDE,)
     elif q.shape[-2] <= MAX_DECODE_QUERIES:  # known at once where every microsecond counts
         candidates = (Backend.DECODE, Backend.TRITON)
     elif q.shape[-2] < MIN_HOPPER_QUERIES:

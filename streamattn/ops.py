@@ -94,6 +94,8 @@ def _implementation(chosen: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
         from streamattn.kernels.forward import attention_forward
     elif chosen is Backend.DECODE:
         from streamattn.kernels.decode import attention_forward
+    elif chosen is Backend.WIDE:
+        from streamattn.kernels.wide import attention_forward
     elif chosen is Backend.SDPA:
         from streamattn.kernels.cpu import attention_forward
     else:
@@ -208,7 +210,7 @@ def _backward(
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     if chosen is Backend.DECODE:
         chosen = Backend.TRITON  # which makes gradients of any out and lse
-    if chosen in (Backend.HOPPER, Backend.TRITON):
+    if chosen in (Backend.HOPPER, Backend.TRITON, Backend.WIDE):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
         if deterministic is None:
@@ -222,6 +224,8 @@ def _backward(
         chosen = Backend.TRITON
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
+    if chosen is Backend.WIDE and mask_grad:
+        chosen = Backend.REFERENCE  # these kernels know no gradient of a mask
     others = (q_segments, kv_segments, kv_lengths, seed)
     delta = None
     options = (scale, window_left, window_right, softcap, dropout_p)
@@ -236,6 +240,13 @@ def _backward(
         dmask = None
         if mask_grad and attn_mask is not None:
             dmask = attention_mask_gradient(dout, q, k, v, lse2, delta, attn_mask, *others, *options)
+    elif chosen is Backend.WIDE:
+        from streamattn.kernels.wide_backward import attention_backward
+
+        dq, dk, dv, delta = attention_backward(
+            dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options
+        )
+        dmask = None
     else:
         if chosen is Backend.SDPA:
             from streamattn.kernels.cpu import attention_backward

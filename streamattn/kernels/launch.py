@@ -516,5 +516,8 @@ UNSPECIALIZED = (
     "window_left",
     "window_right",
     "drop_threshold",
+    "head_start",
+    "row_start",
+    "row_stop",
 )
 _VARYING = frozenset(UNSPECIALIZED)

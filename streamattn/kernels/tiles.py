@@ -5,7 +5,7 @@ TILE_K). The tables are pinned: no run tunes, so ranks and runs agree. Lengths n
 portable kernels, so they never recompile; the Hopper forward has a tile for each of a few classes of lengths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Pass = Literal["forward", "dq", "dkdv", "decode"]
@@ -180,3 +180,92 @@ HOPPER_BACKWARD_TILES = {
     64: HopperBackwardTile(3, True, 184, 104),
     128: HopperBackwardTile(2, False, 240, 0),
 }
+
+
+WIDE_WORKSPACE_BYTES = 128 << 20
+"""Of a workspace of the kernels for wide heads: of so many queries at once the weights of all keys are kept."""
+
+WIDE_SHORT_KEYS = 64
+"""Keys up to which scores are summed from parts, each over some columns of the head."""
+
+WidePass = Literal["weights", "out", "partial", "short", "dscores", "dq", "dkdv"]
+
+
+@dataclass(frozen=True)
+class WideTile:
+    """One row of the table for wide heads; sizes are powers of two from 16.
+
+    Attributes:
+        BLOCK_M: queries of a tile.
+        BLOCK_N: keys of a tile.
+        BLOCK_D: columns of a head: of a step where they are summed over, or else of the result's tile.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+
+
+# (pass, bytes an element) -> tiles from large to small: the first that gives each multiprocessor a program is
+# taken. A tile of "out" and "dq" divides one of "weights" and "dscores", whose tiles they read; one of "dkdv"
+# that of "dscores".
+_WIDE_TABLES: dict[tuple[WidePass, int], tuple[WideTile, ...]] = {
+    ("weights", 2): (
+        WideTile(128, 128, 64, 8, 3),
+        WideTile(64, 64, 64, 4, 3),
+        WideTile(32, 32, 64, 4, 3),
+    ),
+    ("weights", 4): (WideTile(64, 64, 32, 4, 3), WideTile(32, 32, 64, 4, 3)),
+    ("out", 2): (
+        WideTile(128, 64, 256, 8, 3),
+        WideTile(128, 64, 128, 8, 3),
+        WideTile(64, 64, 128, 4, 3),
+        WideTile(32, 32, 64, 4, 2),
+    ),
+    ("out", 4): (WideTile(64, 32, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+    ("partial", 2): (WideTile(32, 64, 64, 4, 3),),
+    ("partial", 4): (WideTile(32, 64, 64, 4, 3),),
+    ("short", 2): (WideTile(32, 64, 64, 4, 2),),
+    ("short", 4): (WideTile(32, 64, 64, 4, 2),),
+    ("dscores", 2): (
+        WideTile(128, 128, 64, 8, 3),
+        WideTile(64, 64, 64, 4, 3),
+        WideTile(32, 32, 64, 4, 3),
+    ),
+    ("dscores", 4): (WideTile(64, 64, 32, 4, 3), WideTile(32, 32, 64, 4, 3)),
+    ("dq", 2): (
+        WideTile(128, 64, 256, 8, 3),
+        WideTile(128, 64, 128, 8, 3),
+        WideTile(64, 64, 128, 4, 3),
+        WideTile(32, 32, 64, 4, 2),
+    ),
+    ("dq", 4): (WideTile(64, 32, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+    ("dkdv", 2): (
+        WideTile(64, 128, 256, 8, 3),
+        WideTile(64, 128, 128, 8, 3),
+        WideTile(64, 64, 128, 4, 3),
+        WideTile(32, 32, 64, 4, 2),
+    ),
+    ("dkdv", 4): (WideTile(32, 64, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+}
+_WIDE_INTERPRETED = WideTile(32, 32, 256, 4, 1)
+
+
+def wide_tiles(name: WidePass, arch: Architecture, itemsize: int) -> tuple[WideTile, ...]:
+    """The tiles of a pass over wide heads, from large to small.
+
+    Args:
+        name: which kernel.
+        arch: see `architecture`; those before sm_90 have the two smallest, in two stages.
+        itemsize: bytes of an element of q: 2 or 4.
+    """
+    if arch == "interpreter":
+        return (_WIDE_INTERPRETED,)
+    tiles = _WIDE_TABLES[name, itemsize]
+    if arch == "sm_90":
+        return tiles
+    return tuple([replace(tile, num_stages=min(tile.num_stages, 2)) for tile in tiles[-2:]])
