@@ -252,7 +252,7 @@ _WIDE_TABLES: dict[tuple[WidePass, int], tuple[WideTile, ...]] = {
     ),
     ("dkdv", 4): (WideTile(32, 64, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
 }
-_WIDE_INTERPRETED = WideTile(32, 32, 256, 4, 1)
+_WIDE_INTERPRETED = WideTile(32, 32, 512, 4, 1)
 
 
 def wide_tiles(name: WidePass, arch: Architecture, itemsize: int) -> tuple[WideTile, ...]:

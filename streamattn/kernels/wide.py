@@ -70,6 +70,7 @@ def attention_wide_weights_kernel(
     weights_ptr,
     tile_max_ptr,
     tile_sum_ptr,
+    tile_norm_ptr,
     mask_ptr,
     q_segments_ptr,
     kv_segments_ptr,
@@ -119,11 +120,14 @@ def attention_wide_weights_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Weights [heads, rows, keys] of a chunk, and their tiles' maxima and sums [heads, tiles of keys, rows].
+    """Weights [heads, rows, keys] of a chunk, and their tiles' statistics [heads, tiles of keys, rows].
 
-    A tile a program; one that no query may see is not written.
+    A tile a program; one that no query may see is not written. The statistics are the maximum of a row's
+    scores, the sum of its weights, for lse, and that of its weights as they are stored, for out: so the
+    rounding of a weight that outweighs the others cancels.
     """
     tiles_n = tl.cdiv(kv_len, BLOCK_N)
     tiles_m = tl.cdiv(row_stop - row_start, BLOCK_M)
@@ -207,14 +211,16 @@ def attention_wide_weights_kernel(
             HAS_SOFTCAP,
             FOLD_SCALE,
         )
-        p, m, l = row_weights(s)
+        p, m = row_weights(s, WHOLE)
         tl.store(tile_max_ptr + stats + local_rows, m)
-        tl.store(tile_sum_ptr + stats + local_rows, l)
+        tl.store(tile_sum_ptr + stats + local_rows, tl.sum(p, 1))
+        p = p.to(weights_ptr.dtype.element_ty)
+        tl.store(tile_norm_ptr + stats + local_rows, tl.sum(p.to(tl.float32), 1))
         if HAS_DROPOUT:
             seed = tl.load(seed_ptr)
             p = tl.where(keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0)
         ptrs = weights_ptr + local_rows.to(tl.int64)[:, None] * stride_weights_t + keys[None, :]
-        tl.store(ptrs, p.to(weights_ptr.dtype.element_ty))
+        tl.store(ptrs, p)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -223,6 +229,7 @@ def attention_wide_out_kernel(
     weights_ptr,
     tile_max_ptr,
     tile_sum_ptr,
+    tile_norm_ptr,
     out_ptr,
     lse_ptr,
     kv_lengths_ptr,
@@ -281,6 +288,7 @@ def attention_wide_out_kernel(
     local_rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     tile_max_ptr += local_head.to(tl.int64) * stride_stats_h
     tile_sum_ptr += local_head.to(tl.int64) * stride_stats_h
+    tile_norm_ptr += local_head.to(tl.int64) * stride_stats_h
 
     rows = row_start + local_rows
     row_mask = rows < q_len
@@ -301,15 +309,19 @@ def attention_wide_out_kernel(
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
+    norm = l
     for tile in range(first_tile, last_tile, TILES):
         numbers = tile + tl.arange(0, TILES)
         at = numbers.to(tl.int64)[:, None] * stride_stats_n + local_rows[None, :]  # [TILES, BLOCK_M]
         there = (numbers < last_tile)[:, None]
         maxima = tl.load(tile_max_ptr + at, mask=there, other=float("-inf"))
         sums = tl.load(tile_sum_ptr + at, mask=there, other=0.0)
+        norms = tl.load(tile_norm_ptr + at, mask=there, other=0.0)
         m_new = tl.maximum(m, tl.max(maxima, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.exp2(m - base) + tl.sum(sums * tl.exp2(maxima - base[None, :]), 0)
+        rescale, factors = tl.exp2(m - base), tl.exp2(maxima - base[None, :])
+        l = l * rescale + tl.sum(sums * factors, 0)
+        norm = norm * rescale + tl.sum(norms * factors, 0)
         m = m_new
     base = tl.where(m == float("-inf"), 0.0, m)
 
@@ -327,10 +339,11 @@ def attention_wide_out_kernel(
         v = load_rows(v_ptr, keys, cols, stride_v_t, key_mask, HEAD_DIM_V, WIDTH, False)  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             v = only_weighted(v, p, 0)
-        p = (p.to(tl.float32) * factor[:, None]).to(v.dtype)  # by a power of two: exact
+        # exact: by a power of two, or by 1 where a row has but one tile
+        p = (p.to(tl.float32) * factor[:, None]).to(v.dtype)
         acc = dot_add(p, v, acc, PRECISION)
 
-    denominator = tl.where(l == 0.0, 1.0, l)
+    denominator = tl.where(norm == 0.0, 1.0, norm)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
     store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V)
@@ -654,7 +667,7 @@ def _by_tiles(
     heads, rows = parts[0].heads, parts[0].row_stop - parts[0].row_start
     padded = cdiv(rows, tile.BLOCK_M) * tile.BLOCK_M
     weights = q.new_empty((heads, padded, kv_padded))
-    tile_max, tile_sum = q.new_empty((2, heads, tiles_n, padded), dtype=torch.float32)
+    tile_max, tile_sum, tile_norm = q.new_empty((3, heads, tiles_n, padded), dtype=torch.float32)
     reader = pick_reader("out", q, tile, heads, rows, head_dim_v)
 
     for number, chunk in enumerate(parts):
@@ -673,9 +686,8 @@ def _by_tiles(
             at: dict[str, Any] = at, programs: int = cdiv(size, tile.BLOCK_M) * tiles_n * chunk.heads
         ) -> tuple[int, dict[str, Any]]:
             shared = call_arguments(shared_tile(tile), q, k, v, *masks, *options)
-            return programs, arguments_of(
-                attention_wide_weights_kernel, shared, **at, BLOCK_D=tile.BLOCK_D
-            )
+            own = dict(**at, BLOCK_D=tile.BLOCK_D, WHOLE=tiles_n == 1 and sinks is None)
+            return programs, arguments_of(attention_wide_weights_kernel, shared, **own)
 
         def out_arguments(
             at: dict[str, Any] = at, programs: int = cdiv(size, reader.BLOCK_M) * chunk.heads
@@ -687,7 +699,7 @@ def _by_tiles(
             return slices * programs, arguments_of(attention_wide_out_kernel, shared, **own)
 
         place = (key, number)
-        pointers = (q, k, weights, tile_max, tile_sum, *mask_pointers(*masks, seed))
+        pointers = (q, k, weights, tile_max, tile_sum, tile_norm, *mask_pointers(*masks, seed))
         launch(attention_wide_weights_kernel, place, pointers, weights_arguments)
-        pointers = (v, weights, tile_max, tile_sum, out, lse, masks[3], sinks)
+        pointers = (v, weights, tile_max, tile_sum, tile_norm, out, lse, masks[3], sinks)
         launch(attention_wide_out_kernel, place, pointers, out_arguments)

@@ -99,15 +99,17 @@ def scores(
 
 
 @triton.jit
-def row_weights(s):
-    """(p, m, l) of a tile of scores in base 2: p = exp2(s - m), m its rows' maxima and l their sums of p.
+def row_weights(s, WHOLE: tl.constexpr):
+    """(p, m) of a tile of scores in base 2: p = exp2(s - m), and m [M] its rows' maxima.
 
-    m [M] is rounded up to a whole number, so that weights of two tiles are brought to one maximum by a power
-    of two: that rounds nothing, whatever type p is stored in. A row that sees nothing has m = -inf and l = 0.
+    Where a tile is not all of its rows, not WHOLE, m is rounded up to a whole number, so that tiles are
+    brought to one maximum by a power of two: that rounds nothing, whatever type p is stored in. A row that
+    sees nothing has m = -inf and p = 0.
     """
-    m = tl.ceil(tl.max(s, 1))
-    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
-    return p, m, tl.sum(p, 1)
+    m = tl.max(s, 1)
+    if not WHOLE:
+        m = tl.ceil(m)
+    return tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None]), m
 
 
 @triton.jit
