@@ -3,8 +3,8 @@
 It reads as the algorithm of FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the online softmax of Milakov
 and Gimelshein (2018, arXiv:1805.02867): queries and keys are walked tile by tile, a running maximum ``m`` and
 denominator ``l`` rescale the accumulator, and the backward recomputes the probabilities from ``lse``. It
-defines what the fused kernels must return, and it serves what they can't: float64 and a head_dim above 256 on
-a GPU; dropout, softcap, Dv != D, and gradients through ``lse`` or into a mask on the CPU; empty tensors.
+defines what the fused kernels must return, and it serves what they can't: float64 and a head_dim above 8192
+on a GPU; dropout, softcap, Dv != D, and gradients through ``lse`` or into a mask on the CPU; empty tensors.
 
 Shapes: ``q`` [B, Hq, Tq, D], ``k`` [B, Hkv, Tk, D], ``v`` [B, Hkv, Tk, Dv], ``attn_mask`` 4-D with each
 dimension full or 1, segments int32 [B, Tq] and [B, Tk], ``kv_lengths`` [B]; arguments are validated by

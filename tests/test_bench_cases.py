@@ -72,6 +72,19 @@ def test_decoding_is_one_query_on_a_cache() -> None:
     assert small.pairs() == 48
 
 
+def test_wide_heads_come_with_few_tokens_and_with_many() -> None:
+    cases = SETS["wide"](SWEEP)
+    few = [case for case in cases if case.dtype == "float32"]
+    assert {(case.seq_len, case.head_dim) for case in few} == {
+        (seq_len, head_dim) for seq_len in (16, 64, 256, 512) for head_dim in (512, 2048, 4096, 8192)
+    }
+    assert [(case.dtype, case.batch * case.num_heads, case.seq_len) for case in cases if case not in few] == [
+        ("float16", 16, 4096),
+        ("float16", 1, 4096),
+    ]
+    assert all(case.plain and not case.causal for case in cases)
+
+
 def test_the_case_of_the_cpu_is_float32_whatever_is_asked_for() -> None:
     (case,) = SETS["cpu"](SWEEP)
     assert (case.dtype, case.causal, case.plain) == ("float32", True, True)

@@ -37,10 +37,10 @@ def judge(name: str, case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
-@pytest.mark.parametrize("name", ["streamattn", "sdpa_flash", "flex"])
+@pytest.mark.parametrize("name", ["streamattn", "sdpa_flash", "sdpa_default", "flex"])
 def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    if name == "sdpa_flash" and not case.plain:
+    if name.startswith("sdpa") and not case.plain:
         with pytest.raises(Unsupported, match="but as a mask"):
             judge(name, case)
     elif name == "flex":
@@ -53,6 +53,11 @@ def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch)
 def test_a_backend_that_needs_a_gpu_says_so_before_it_is_called() -> None:
     with pytest.raises(Unsupported, match="NVIDIA GPU"):
         PROVIDERS["streamattn-portable"]().bind(CASE, CPU)
+
+
+def test_a_backend_that_can_not_serve_wide_heads_says_so_before_it_is_called() -> None:
+    with pytest.raises(Unsupported, match="256"):
+        PROVIDERS["streamattn-portable"]().bind(replace(CASE, head_dim=512), torch.device("cuda"))
 
 
 def flash_package(name: str, monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:

@@ -108,6 +108,53 @@ def test_limits_of_triton_in_the_interpreter(shapes, reason, monkeypatch):
         assert unsupported(backend, *qkv(256, 1), **PLAIN) is None
 
 
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"head_dim": 257}, None),
+        ({"value_dim": 8192}, None),
+        ({"head_dim": 256, "value_dim": 256}, "from 257 to 8192, got 256"),
+        ({"head_dim": 300, "value_dim": 8193}, "from 257 to 8192, got 8193"),
+        ({"head_dim": 300, "dtype": torch.bfloat16}, "bfloat16"),
+        ({"head_dim": 300, "dtype": torch.float64}, "float64"),
+        ({"head_dim": 300, "kv_len": 0}, "empty"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_kernels_for_wide_heads(shapes, reason, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    said = unsupported(Backend.WIDE, *qkv(**shapes), **PLAIN)
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+@pytest.mark.parametrize(("capability", "serves"), [((7, 5), False), ((8, 6), True), ((9, 0), True)])
+def test_wide_heads_need_an_ampere_gpu_or_the_interpreter(capability, serves, monkeypatch):
+    assert unavailable(Backend.WIDE, CPU) is not None
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: capability)
+    assert (unavailable(Backend.WIDE, torch.device("cuda:0")) is None) == serves
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype", "want"),
+    [
+        (256, 256, torch.float16, Backend.TRITON),
+        (257, 64, torch.float16, Backend.WIDE),
+        (64, 512, torch.float32, Backend.WIDE),
+        (512, 512, torch.float64, Backend.REFERENCE),
+        (8193, 64, torch.float16, Backend.REFERENCE),
+    ],
+)
+def test_auto_on_a_gpu_takes_the_kernels_for_wide_heads_above_256(
+    head_dim, value_dim, dtype, want, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    q, k, v = qkv(head_dim, value_dim, device="meta", dtype=dtype)
+    options = PLAIN | {"softcap": 2.0, "dropout_p": 0.1}
+    assert choose(Backend.AUTO, q, k, v, **options) is want
+
+
 def test_the_interpreter_changes_no_default(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose(Backend.AUTO, *qkv(), **PLAIN) is Backend.SDPA
@@ -221,7 +268,7 @@ def test_the_hopper_kernel_reads_whole_16_bytes(monkeypatch):
 
 
 def test_the_names_that_attention_takes():
-    assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper", "decode")
+    assert dispatch.BACKEND_NAMES == ("auto", "reference", "sdpa", "triton", "hopper", "decode", "wide")
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,8 @@ UNABLE = {
         {"attn_mask": torch.zeros(4, 8, 8)},
         ["attn_mask", "head to head"],
     ),
+    "wide without GPU": ("wide", {x: randn(2, 2, 8, 264) for x in "qkv"}, ["GPU", "CPU"]),
+    "wide with a small head": ("wide", {}, ["257", "8192", "16"]),
     "hopper without GPU": ("hopper", {}, ["GPU", "CPU"]),
     "hopper in float32": ("hopper", {}, ["float16", "float32"]),
     "hopper with a mask": ("hopper", HALF | {"attn_mask": torch.zeros(64, 64)}, ["attn_mask"]),
@@ -363,7 +365,8 @@ def test_what_watches_sees_every_backend(backend, listening, nothing_runs, monke
         Listener(refuse=False) if listening else contextlib.nullcontext(),
         pytest.raises(AssertionError, match="would have run"),
     ):
-        attention(*(tensors() if backend == "decode" else HALF).values(), backend=backend)
+        tensors_of = {"decode": tensors(), "wide": {name: x.repeat(1, 1, 1, 5) for name, x in HALF.items()}}
+        attention(*tensors_of.get(backend, HALF).values(), backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,19 @@ MAY_IMPORT = {
         "streamattn.kernels.tiles",
         "streamattn.pattern",
     ),
+    "streamattn.kernels.wide_primitives": ("streamattn.kernels.primitives",),
+    "streamattn.kernels.wide_launch": ("streamattn.kernels.launch", "streamattn.kernels.tiles"),
+    **dict.fromkeys(
+        ("streamattn.kernels.wide", "streamattn.kernels.wide_backward"),
+        (
+            "streamattn.kernels.wide_launch",
+            "streamattn.kernels.wide_primitives",
+            "streamattn.kernels.primitives",
+            "streamattn.kernels.launch",
+            "streamattn.kernels.tiles",
+            "streamattn.pattern",
+        ),
+    ),
     "streamattn.kernels.*": (
         "streamattn.kernels.primitives",
         "streamattn.kernels.launch",
@@ -98,7 +111,7 @@ MAY_IMPORT = {
     "streamattn.bench.results": (),
     "streamattn.bench.tables": ("streamattn.bench.cases",),
     "streamattn.bench.timers": (),
-    "streamattn.bench.*": ("streamattn.bench.*", "streamattn.functional"),
+    "streamattn.bench.*": ("streamattn.bench.*", "streamattn.functional", "streamattn.dispatch"),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
     "streamattn": ("streamattn.functional", "streamattn.module"),

@@ -185,6 +185,16 @@ def _decode(options: Sweep) -> list[Case]:
     return [Case("decode", options.dtype, *shape, False) for shape in shapes]
 
 
+def _wide(options: Sweep) -> list[Case]:
+    few = [
+        Case("wide", "float32", 1, 4, 4, seq_len, head_dim, False)
+        for head_dim in (512, 2048, 4096, 8192)
+        for seq_len in (16, 64, 256, 512)
+    ]
+    many = [Case("wide", options.dtype, batch, batch, batch, 4096, 512, False) for batch in (4, 1)]
+    return few + many
+
+
 def _cpu(options: Sweep) -> list[Case]:
     return [Case("cpu", "float32", 4, 12, 12, 1024, 64, True)]
 
@@ -197,8 +207,10 @@ SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "documents": _documents,
     "dropout": _dropout,
     "decode": _decode,
+    "wide": _wide,
     "cpu": _cpu,
 }
 """Sets of cases. Window, documents and dropout hold each pattern beside the same work without it: all keys,
-the documents as a batch, no dropout. Decode is one query on a cache. The last is one case in float32,
-whatever dtype is asked for."""
+the documents as a batch, no dropout. Decode is one query on a cache. Wide heads come with few tokens, in
+float32, and with many, in the dtype that is asked for. The last is one case in float32, whatever dtype is
+asked for."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from streamattn.bench.cases import Case
+from streamattn.dispatch import MAX_TRITON_HEAD_DIM
 from streamattn.functional import attention
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,6 +61,8 @@ def _streamattn(backend: str) -> Provider:
     def bind(case: Case, device: torch.device) -> Call:
         if backend == "triton" and device.type == "cpu":
             raise Unsupported("its kernels need an NVIDIA GPU")
+        if backend == "triton" and case.head_dim > MAX_TRITON_HEAD_DIM:
+            raise Unsupported(f"its kernels take head dimensions up to {MAX_TRITON_HEAD_DIM}")
         segments = case.segments(device)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +82,9 @@ def _streamattn(backend: str) -> Provider:
     return Provider(bind, _version("streamattn"), ours=True)
 
 
-def _sdpa(backend: SDPBackend) -> Provider:
+def _sdpa(backend: SDPBackend | None) -> Provider:
+    """One backend of scaled_dot_product_attention; None = whichever it takes by itself."""
+
     def bind(case: Case, device: torch.device) -> Call:
         if case.window is not None or case.document is not None:
             raise Unsupported("it has no such pattern but as a mask of S x S")
@@ -96,7 +101,8 @@ def _sdpa(backend: SDPBackend) -> Provider:
 
         return call
 
-    return Provider(bind, f"torch {torch.__version__}", around=lambda: sdpa_kernel(backend))
+    around = nullcontext if backend is None else lambda: sdpa_kernel(backend)
+    return Provider(bind, f"torch {torch.__version__}", around=around)
 
 
 def _flash(module: ModuleType, version: str) -> Provider:
@@ -209,6 +215,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
     "fa4": _fa4,
     "sdpa_flash": lambda: _sdpa(SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": lambda: _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa_default": lambda: _sdpa(None),
     "sdpa_efficient": lambda: _sdpa(SDPBackend.EFFICIENT_ATTENTION),
     "flex": _flex,
 }

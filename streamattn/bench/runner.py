@@ -255,7 +255,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--tokens", type=positive, default=16384, help="batch times sequence length of the sweep")
     add("--hidden", type=positive, default=2048, help="heads times head_dim of the sweep")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of all cases but the CPU's")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of most cases; some are in float32")
     add("--passes", nargs="+", choices=PASSES, default=["forward"], help="what is timed")
     add(
         "--timer",

@@ -183,7 +183,7 @@ HOPPER_BACKWARD_TILES = {
 
 
 WIDE_WORKSPACE_BYTES = 128 << 20
-"""Of a workspace of the kernels for wide heads: of so many queries at once the weights of all keys are kept."""
+"""Of a workspace of the kernels for wide heads, which holds the weights of as many queries as fit."""
 
 WIDE_SHORT_KEYS = 64
 """Keys up to which scores are summed from parts, each over some columns of the head."""

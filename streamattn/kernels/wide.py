@@ -670,7 +670,7 @@ def _by_tiles(
     tile_max, tile_sum, tile_norm = q.new_empty((3, heads, tiles_n, padded), dtype=torch.float32)
     reader = pick_reader("out", q, tile, heads, rows, head_dim_v)
 
-    for number, chunk in enumerate(parts):
+    for chunk in parts:
         at = dict(
             stride_weights_h=weights.stride(0),
             stride_weights_t=weights.stride(1),
@@ -698,7 +698,7 @@ def _by_tiles(
             slices = cdiv(head_dim_v, reader.BLOCK_D)
             return slices * programs, arguments_of(attention_wide_out_kernel, shared, **own)
 
-        place = (key, number)
+        place = (key, chunk, parts[0])
         pointers = (q, k, weights, tile_max, tile_sum, tile_norm, *mask_pointers(*masks, seed))
         launch(attention_wide_weights_kernel, place, pointers, weights_arguments)
         pointers = (v, weights, tile_max, tile_sum, tile_norm, out, lse, masks[3], sinks)

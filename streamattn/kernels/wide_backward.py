@@ -502,7 +502,7 @@ def attention_backward(
 
     with device_guard(q):
         launch(attention_wide_delta_kernel, key, (out, dout, dlse, delta), delta_arguments)
-        for number, chunk in enumerate(parts):
+        for chunk in parts:
             at: dict[str, Any] = dict(
                 stride_weights_h=weights.stride(0),
                 stride_weights_t=weights.stride(1),
@@ -511,7 +511,7 @@ def attention_backward(
                 row_stop=chunk.row_stop,
             )
             size = chunk.row_stop - chunk.row_start
-            place = (key, number)
+            place = (key, chunk, parts[0])
 
             def dscores_arguments(
                 at: dict[str, Any] = at, programs: int = cdiv(size, tile.BLOCK_M) * tiles_n * chunk.heads
@@ -558,7 +558,8 @@ def attention_backward(
                     programs = slices * cdiv(kv_len, reader.BLOCK_N) * (chunk.heads // group)
                     return programs, arguments_of(attention_wide_dkdv_kernel, shared, **own)
 
-                launch(attention_wide_dkdv_kernel, (place, name), (x, from_weights, dx, kv_lengths), dkdv_arguments)
+                pointers = (x, from_weights, dx, kv_lengths)
+                launch(attention_wide_dkdv_kernel, (place, name), pointers, dkdv_arguments)
     for name, x in (("dk", dk), ("dv", dv)):
         if sums[name] is not x:
             x.copy_(sums[name])

@@ -59,7 +59,7 @@ def pick_weights(name: WidePass, q: Tensor, k: Tensor) -> WideTile:
     return pick(
         name,
         q,
-        lambda tile: tile.BLOCK_M <= power_of_two(q_len) and tile.BLOCK_N <= power_of_two(kv_len),
+        lambda tile: power_of_two(q_len) >= tile.BLOCK_M and power_of_two(kv_len) >= tile.BLOCK_N,
         lambda tile: batch * heads * cdiv(q_len, tile.BLOCK_M) * cdiv(kv_len, tile.BLOCK_N),
     )
 

@@ -118,5 +118,8 @@ def only_weighted(x, p, AXIS: tl.constexpr):
 
     What such a row holds may be NaN, and 0 * NaN must not enter the product.
     """
-    some = tl.max((p != 0.0).to(tl.int32), AXIS) > 0
-    return tl.where(some[:, None], x, 0.0)
+    some = tl.max(tl.abs(p.to(tl.float32)), AXIS) > 0.0
+    # by bits: Triton 3.9 would hand on a tile's conditions through shared memory, and can't
+    BITS: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
+    kept = (0 - some.to(tl.int32)).to(BITS)  # all bits or none
+    return (x.to(BITS, bitcast=True) & kept[:, None]).to(x.dtype, bitcast=True)

@@ -28,7 +28,12 @@ INTERPRETED = [
     "test_segments.py",
     "test_wide.py",
 ]
-COMPILED = ["test_tiles_compiled.py", "test_wide_compiled.py", "test_hopper_forward.py", "test_hopper_backward.py"]
+COMPILED = [
+    "test_tiles_compiled.py",
+    "test_wide_compiled.py",
+    "test_hopper_forward.py",
+    "test_hopper_backward.py",
+]
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -110,7 +110,8 @@ def test_cutting_queries_and_heads_changes_nothing(monkeypatch):
 
 def test_chunks_hold_every_query_once_and_keep_the_workspace(monkeypatch):
     monkeypatch.setattr(tiles, "WIDE_WORKSPACE_BYTES", 1 << 20)
-    for heads, unit, q_len, keys in [(6, 1, 100, 256), (6, 3, 1000, 2048), (4, 2, 70, 1 << 20), (5, 1, 1, 64)]:
+    sizes = [(6, 1, 100, 256), (6, 3, 1000, 2048), (4, 2, 70, 1 << 20), (5, 1, 1, 64)]
+    for heads, unit, q_len, keys in sizes:
         parts = chunks(heads, unit, q_len, keys, 2, 32)
         seen = torch.zeros(heads, q_len, dtype=torch.int32)
         for part in parts:
@@ -192,7 +193,8 @@ def test_tiles_that_no_query_can_see_are_not_visited(name, use_wide_tile, produc
     """Where the columns fit one step: two products forward and five backward, none of them made twice."""
     use_wide_tile(32, 32, 512)
     sizes = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 96, "kv_len": 96, "head_dim": 257}
-    inputs = Case(**sizes | {"top": {"causal": True, "q_len": 100, "kv_len": 70}}.get(name, LIMITED[name])).build()
+    top = {"causal": True, "q_len": 100, "kv_len": 70}
+    inputs = Case(**sizes | (top if name == "top" else LIMITED[name])).build()
     if name == "lengths":
         inputs.options["kv_lengths"] = torch.tensor([40, 96])
     out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="wide")
