@@ -327,8 +327,11 @@ def attention_wide_dq_kernel(
     slices: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     tiles_m = tl.cdiv(row_stop - row_start, BLOCK_M)
     pid = tl.program_id(0)
-    # the slices of a row of tiles start together and share its gradients in the cache
-    part, tile_m, local_head = pid % slices, pid // slices % tiles_m, pid // (slices * tiles_m)
+    # the slices of a row of tiles start together and share its gradients in the cache; under a causal mask
+    # late queries see most, and those of all heads start first
+    heads = tl.num_programs(0) // (slices * tiles_m)
+    part, local_head = pid % slices, pid // slices % heads
+    tile_m = tiles_m - 1 - pid // (slices * heads)
     head = head_start + local_head
     b, h = head // num_heads, head % num_heads
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
