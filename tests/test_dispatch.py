@@ -151,7 +151,7 @@ def test_auto_on_a_gpu_takes_the_kernels_for_wide_heads_above_256(
 ):
     monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
     q, k, v = qkv(head_dim, value_dim, device="meta", dtype=dtype)
-    options = PLAIN | {"softcap": 2.0, "dropout_p": 0.1}
+    options = PLAIN | dict[str, Any](softcap=2.0, dropout_p=0.1)
     assert choose(Backend.AUTO, q, k, v, **options) is want
 
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = st.one_of(st.sampled_from([16, 32, 64, 80, 96, 128, 160, 192, 256]), st.integers(1, 256))
+WIDE_HEAD_DIMS = st.sampled_from([257, 264, 320, 512, 1024])
 LONGEST = 1100
 CALLS = 50  # of an example
 ALIGNED = 16  # what Triton asks of a number: code for its multiples is not code for others
@@ -46,6 +47,15 @@ def alike(call: Call) -> Iterator[Call]:
 
 @searched(calls(DTYPES, longest=LONGEST, head_dims=HEAD_DIMS), examples=8)
 def test_any_call(call: Call) -> None:
+    check_alike(call)
+
+
+@searched(calls(DTYPES, longest=LONGEST, head_dims=WIDE_HEAD_DIMS, most_heads=4), examples=2)
+def test_any_call_of_wide_heads(call: Call) -> None:
+    check_alike(call)
+
+
+def check_alike(call: Call) -> None:
     """Memory that a kernel allocates and does not write holds NaN; the backward is whichever is fastest."""
     check_all(alike(call), Backend.AUTO)
 

@@ -192,7 +192,14 @@ def test_a_trained_mask_gets_its_gradient(mask):
 def test_tiles_that_no_query_can_see_are_not_visited(name, use_wide_tile, products):
     """Where the columns fit one step: two products forward and five backward, none of them made twice."""
     use_wide_tile(32, 32, 512)
-    sizes = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 96, "kv_len": 96, "head_dim": 257}
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "q_heads": 1,
+        "kv_heads": 1,
+        "q_len": 96,
+        "kv_len": 96,
+        "head_dim": 257,
+    }
     top = {"causal": True, "q_len": 100, "kv_len": 70}
     inputs = Case(**sizes | (top if name == "top" else LIMITED[name])).build()
     if name == "lengths":

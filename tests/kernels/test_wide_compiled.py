@@ -78,8 +78,8 @@ def launch_all(
     lengths, seed = (empty(n, dtype=torch.int64) if everything else None for n in (batch, 1))
     sinks = empty(heads) if everything else None
     masks = (segments, segments, lengths, seed, sinks)
-    window = (12, 5) if everything else (UNBOUNDED, UNBOUNDED)
-    options = (0.1, *window, 30.0 if everything else 0.0, 0.1 if everything else 0.0)
+    left, right = (12, 5) if everything else (UNBOUNDED, UNBOUNDED)
+    options = (0.1, left, right, 30.0 if everything else 0.0, 0.1 if everything else 0.0)
     wide.attention_forward(q, k, v, attn_mask, *masks, *options)
     dlse = lse if everything else None
     wide_backward.attention_backward(out, dlse, q, k, v, out, lse, attn_mask, *masks, *options)
