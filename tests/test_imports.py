@@ -59,8 +59,9 @@ MAY_IMPORT = {
     "streamattn.kernels.wide_primitives": ("streamattn.kernels.primitives",),
     "streamattn.kernels.wide_launch": ("streamattn.kernels.launch", "streamattn.kernels.tiles"),
     **dict.fromkeys(
-        ("streamattn.kernels.wide", "streamattn.kernels.wide_backward"),
+        ("streamattn.kernels.wide", "streamattn.kernels.wide_short", "streamattn.kernels.wide_backward"),
         (
+            "streamattn.kernels.wide_short",
             "streamattn.kernels.wide_launch",
             "streamattn.kernels.wide_primitives",
             "streamattn.kernels.primitives",

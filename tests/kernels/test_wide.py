@@ -10,8 +10,8 @@ import torch
 
 from streamattn import attention
 from streamattn.kernels import tiles
-from streamattn.kernels.wide import parts_of
 from streamattn.kernels.wide_launch import Chunk, chunks
+from streamattn.kernels.wide_short import parts_of
 from tests.cases import Case, Inputs, Result, expected, judge, keep_of, run
 from tests.kernels.test_forward import LIMITED, case_of, visible_tiles
 from tests.oracle import visible_pairs

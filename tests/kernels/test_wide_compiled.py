@@ -16,7 +16,7 @@ from streamattn.pattern import UNBOUNDED
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from streamattn.kernels import wide, wide_backward, wide_launch
+from streamattn.kernels import wide, wide_backward, wide_launch, wide_short
 from tests.offline import SHARED_BYTES, Launch, compiled
 
 SHAPES = {  # batch, heads, tokens, head_dim
@@ -45,10 +45,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     def record(arch: str, dtype: torch.dtype, shape: str, **options: Any) -> dict[str, tuple[Launch, int]]:
         seen.clear()
-        for module in (wide, wide_launch):
+        for module in (wide_short, wide_launch):
             monkeypatch.setattr(module, "architecture_of", lambda x: arch)
             monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
-        for module in (wide, wide_backward):
+        for module in (wide, wide_short, wide_backward):
             monkeypatch.setattr(module, "launch", keep)
         launch_all(dtype, *SHAPES[shape], **options)
         return dict(seen)
