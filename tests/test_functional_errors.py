@@ -361,11 +361,11 @@ def test_an_unable_backend_says_why_and_nothing_runs(name, listening, gradient, 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_what_watches_sees_every_backend(backend, listening, nothing_runs, monkeypatch):
     monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    tensors_of = {"decode": tensors(), "wide": {name: x.repeat(1, 1, 1, 5) for name, x in HALF.items()}}
     with (
         Listener(refuse=False) if listening else contextlib.nullcontext(),
         pytest.raises(AssertionError, match="would have run"),
     ):
-        tensors_of = {"decode": tensors(), "wide": {name: x.repeat(1, 1, 1, 5) for name, x in HALF.items()}}
         attention(*tensors_of.get(backend, HALF).values(), backend=backend)
 
 
