@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import decode_layer, runner
+from streamattn.bench import decode_layer, e2e, models, runner
+
+MODULES = {"kernel": runner, "model": models, "e2e": e2e, "decode-layer": decode_layer}
 
 
-@pytest.mark.parametrize(("name", "module"), [("kernel", runner), ("decode-layer", decode_layer)])
+def test_every_benchmark_is_listed_here() -> None:
+    assert MODULES.keys() == bench._BENCHMARKS.keys()
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items())
 def test_arguments_and_status_pass_through(name: str, module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "main", lambda argv: 7 if argv == ["--csv", "x.csv"] else 0)
     assert cli.main(["bench", name, "--csv", "x.csv"]) == 7

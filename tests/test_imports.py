@@ -106,6 +106,7 @@ MAY_IMPORT = {
         "streamattn.bench.results",
         "streamattn.functional",
     ),
+    "streamattn.bench.contestants": ("patches*", "streamattn.bench.providers", "streamattn.job"),
     "streamattn.bench": (),
     "streamattn.bench.arguments": (),
     "streamattn.bench.cases": ("streamattn.pattern",),
