@@ -107,6 +107,8 @@ MAY_IMPORT = {
         "streamattn.functional",
     ),
     "streamattn.bench.contestants": ("patches*", "streamattn.bench.providers", "streamattn.job"),
+    "streamattn.bench.resume": ("streamattn.bench.results",),
+    "streamattn.bench.plots": ("streamattn.bench.resume",),
     "streamattn.bench": (),
     "streamattn.bench.arguments": (),
     "streamattn.bench.cases": ("streamattn.pattern",),

@@ -1,0 +1,153 @@
+"""Peaks, what is alive at them, and who asked for it."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from streamattn import cli
+from streamattn.bench import memory
+from streamattn.bench.memory import (
+    Change,
+    Course,
+    MemoryCase,
+    MemoryRow,
+    at_peak,
+    draw,
+    history_on_cpu,
+    history_on_gpu,
+    measure,
+    place,
+)
+from streamattn.bench.resume import stamp
+from tests.test_bench_models import on_the_cpu  # noqa: F401
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedModel, "set_attn_implementation"),
+    reason="this transformers can't change a model's attention",
+)
+CASE = MemoryCase("gpt2-nano", 1, 1, 16, "float32")
+
+
+def test_the_peak_and_what_is_alive_then() -> None:
+    changes = [
+        Change(5, 1, "a"),
+        Change(-5, 1, ""),
+        Change(3, 2, "b"),
+        Change(4, 3, "c"),  # the peak, 7
+        Change(-7, 99, ""),  # from before
+        Change(6, 1, "d"),
+    ]
+    assert at_peak(changes) == (7, [Change(4, 3, "c"), Change(3, 2, "b")])
+    assert at_peak([]) == at_peak([Change(-3, 1, "")]) == (0, [])
+
+
+def test_allocations_of_known_size_are_seen_on_the_cpu() -> None:
+    kept = []
+
+    def work() -> None:
+        x = torch.ones(1 << 18)
+        kept.append(x * 2)
+
+    changes = history_on_cpu(work)
+    peak, alive = at_peak(changes)
+    assert peak == pytest.approx(2 << 20, abs=64), "scalars too"
+    assert sum(change.size for change in changes) == 1 << 20
+    assert [(change.size, change.where) for change in alive[:2]] == [
+        (1 << 20, "aten::ones"),
+        (1 << 20, "aten::mul"),
+    ]
+
+
+def test_lines_of_python_are_found_among_frames() -> None:
+    def frame(filename: str) -> dict[str, Any]:
+        return {"filename": filename, "line": 7, "name": "f"}
+
+    inside = f"{Path(torch.__file__).parent}/nn/functional.py"
+    assert place([frame("x.cpp"), frame(inside), frame("/a/model.py")]) == "model.py:7 f"
+    assert place([frame("x.cpp"), frame(inside)]) == "functional.py:7 f"
+    assert place([frame("x.cpp")]) == "the backward"
+    assert place([]) == "unknown"
+
+
+def test_the_history_of_a_gpu_is_recorded_read_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    trace = [
+        {"action": "segment_alloc", "size": 99, "addr": 0},
+        {"action": "alloc", "size": 8, "addr": 1, "frames": [{"filename": "a.py", "line": 1, "name": "f"}]},
+        {"action": "free_requested", "size": 8, "addr": 1},
+        {"action": "free_completed", "size": 8, "addr": 1},
+    ]
+    for name, value in {
+        "_record_memory_history": lambda *args, **options: said.append(options.get("enabled", "all")),
+        "_dump_snapshot": lambda path: said.append(path),
+        "_snapshot": lambda: {"device_traces": [trace]},
+    }.items():
+        monkeypatch.setattr(torch.cuda.memory, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    changes = history_on_gpu(lambda: said.append("work"), "x.pickle")
+    assert changes == [Change(8, 1, "a.py:1 f"), Change(-8, 1, "unknown")]
+    assert said == ["all", "work", "x.pickle", None]
+
+
+def test_a_model_is_measured() -> None:
+    rows, courses = measure(CASE, ["eager", "streamattn"], "cpu", None)
+    for row, course in zip(rows, courses, strict=True):
+        assert row.status == "ok" and row.contestant == course.contestant
+        held, after = row.held_before_mib, row.held_after_forward_mib
+        assert held and after and row.forward_peak_mib and row.step_peak_mib and row.largest
+        parameters = 4096 * 128 + 256 * 128 + 12 * 128**2 + 13 * 128 + 2 * 128
+        assert held == pytest.approx(3 * 4 * parameters / 2**20, abs=0.1), "weights and two moments"
+        assert row.forward_peak_mib >= held + after
+        assert row.step_peak_mib >= held + 4 * parameters / 2**20 - 0.1, "gradients too"
+        assert max(course.sizes) == pytest.approx(row.step_peak_mib, abs=0.1)
+        assert course.sizes[-1] == pytest.approx(held, abs=0.1), "a step leaves nothing"
+        assert len(row.largest.split("; ")) == 5
+
+
+def row_of(name: str, seq_len: int, peak: float | None) -> MemoryRow:
+    case = MemoryCase(shape="s", layers=None, batch=1, seq_len=seq_len, dtype="float32")
+    return MemoryRow(**asdict(stamp("cpu")), **asdict(case), contestant=name, step_peak_mib=peak)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row_of("a", 16, 1.0), row_of("a", 32, 2.0), row_of("b", 16, None)]
+    paths = draw(rows, [Course("a", [1.0, 3.0, 2.0], [])], str(tmp_path))
+    assert [Path(path).name for path in paths] == ["memory-s-float32.png", "memory-step.png"]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def apart(function: Any, *arguments: Any) -> Any:
+        if function is stamp:
+            return stamp(*arguments)
+        found = [
+            MemoryRow(**asdict(stamp("cpu")), **asdict(arguments[0]), contestant=name, step_peak_mib=7.0)
+            for name in arguments[1]
+        ]
+        return found, [Course("eager", [1.0], [(9.0, "somebody")])]
+
+    monkeypatch.setattr(memory, "apart", apart)
+    path = tmp_path / "x.csv"
+    command = ["bench", "memory", "--csv", str(path), "--seq-lens", "8", "16"]
+    assert cli.main(command) == 0
+    assert "somebody" in capsys.readouterr().out
+    assert len(list(csv.DictReader(path.open()))) == 2 * 2 * 3
+    assert cli.main(command) == 0
+    assert "in the file already" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--snapshots needs a CUDA device"):
+        cli.main([*command, "--snapshots", str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib.*streamattn\[bench\]"):
+        cli.main([*command, "--plot", str(tmp_path)])
