@@ -1,4 +1,4 @@
-"""The command line, ``streamattn info | finetune | bench``: it only finds the command's own module.
+"""The command line, ``streamattn info | finetune | bench | profile``: it only finds the command's own module.
 
 A command's module is imported when it is called, so that ``info`` works where transformers doesn't.
 """
@@ -14,7 +14,11 @@ _COMMANDS = {
     "info": "versions, devices, and which backends can be used here",
     "finetune": "train a causal language model: streamattn finetune configs/<name>.yaml [--key value ...]",
     "bench": "measure beside other implementations: streamattn bench kernel --csv FILE",
+    "profile": "where the time of a model's training step goes, by kernel",
 }
+
+_PLACES = {"profile": "bench.profile"}
+"""Modules that have not the command's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _COMMANDS:
-        return import_module(f"streamattn.{arguments[0]}").main(arguments[1:])
+        return import_module(f"streamattn.{_PLACES.get(arguments[0], arguments[0])}").main(arguments[1:])
     if arguments == ["--version"]:
         from streamattn import __version__
 

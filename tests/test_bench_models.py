@@ -98,7 +98,7 @@ def test_dropout_and_autocast() -> None:
 @pytest.mark.parametrize("case", [TRAIN, GENERATE], ids=lambda case: case.work)
 def test_a_wrong_attention_gets_no_figures(case: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(model: Any) -> Any:
-        contestants._register()
+        contestants.register("removed", contestants.no_attention)
         model.set_attn_implementation("removed")
         return model
 

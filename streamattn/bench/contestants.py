@@ -13,6 +13,7 @@ documents.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,16 +82,22 @@ def no_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _register() -> None:
-    """Makes both known to transformers under the names of the contestants, without masks."""
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Makes an attention function known to transformers, which then makes no masks for it.
+
+    Raises:
+        Unsupported: this release of transformers can't.
+    """
     try:
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
     except ImportError as error:
         raise Unsupported("this transformers has no interface for masks; 4.53 is the first") from error
-    for name, function in (("sdpa_cudnn", cudnn_attention), ("removed", no_attention)):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+WITHOUT_MASKS = {"sdpa_cudnn": cudnn_attention, "removed": no_attention}
 
 
 def configuration(shape: str, layers: int | None, positions: int, dropout: float) -> Any:
@@ -140,7 +147,7 @@ def contestant(model: Any, name: str) -> Any:
     copied = copy.deepcopy(model, shared)
     if name == "streamattn":
         return patch_model(copied)
-    if name in ("sdpa_cudnn", "removed"):
-        _register()
+    if name in WITHOUT_MASKS:
+        register(name, WITHOUT_MASKS[name])
     copied.set_attn_implementation(name)
     return copied

@@ -132,13 +132,13 @@ def history_on_gpu(work: Callable[[], object], snapshot: str | None) -> list[Cha
         torch.cuda.synchronize()
         if snapshot is not None:
             torch.cuda.memory._dump_snapshot(snapshot)
-        traces = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        history: Any = torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
     return [
         Change(signs[event["action"]] * event["size"], event["addr"], place(event.get("frames", ())))
-        for event in traces
+        for event in history["device_traces"][torch.cuda.current_device()]
         if event["action"] in signs
     ]
 
