@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import decode_layer, e2e, memory, models, runner
+from streamattn.bench import decode_layer, e2e, memory, models, precision, runner
 
-MODULES = {"kernel": runner, "model": models, "e2e": e2e, "memory": memory, "decode-layer": decode_layer}
+MODULES = {
+    "kernel": runner,
+    "model": models,
+    "e2e": e2e,
+    "memory": memory,
+    "precision": precision,
+    "decode-layer": decode_layer,
+}
 
 
 def test_every_benchmark_is_listed_here() -> None:

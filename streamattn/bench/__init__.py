@@ -14,6 +14,7 @@ _BENCHMARKS = {
     "model": ("models", "training steps and generation of whole models, by shape, length, dtype and warm-up"),
     "e2e": ("e2e", "named whole-model cases: attention as shipped, on cuDNN, patched, taken out"),
     "memory": ("memory", "peak memory of whole models by length, and the largest allocations"),
+    "precision": ("precision", "what a dtype costs: sums, layers under autocast, attention"),
     "decode-layer": ("decode_layer", "host time of attention layers that decode, beside HuggingFace's"),
 }
 
