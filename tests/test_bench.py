@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import decode_layer, e2e, memory, models, precision, runner
+from streamattn.bench import comm, decode_layer, e2e, memory, models, precision, runner
 
 MODULES = {
     "kernel": runner,
@@ -13,6 +13,7 @@ MODULES = {
     "e2e": e2e,
     "memory": memory,
     "precision": precision,
+    "comm": comm,
     "decode-layer": decode_layer,
 }
 

@@ -15,6 +15,7 @@ _BENCHMARKS = {
     "e2e": ("e2e", "named whole-model cases: attention as shipped, on cuDNN, patched, taken out"),
     "memory": ("memory", "peak memory of whole models by length, and the largest allocations"),
     "precision": ("precision", "what a dtype costs: sums, layers under autocast, attention"),
+    "comm": ("comm", "collectives and copies by size and number of processes"),
     "decode-layer": ("decode_layer", "host time of attention layers that decode, beside HuggingFace's"),
 }
 

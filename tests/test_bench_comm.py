@@ -1,0 +1,87 @@
+"""Collectives: judged, timed, and turned into bandwidths."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamattn import cli
+from streamattn.bench import comm
+from streamattn.bench.comm import COLLECTIVES, bus_factor, row_of
+from streamattn.bench.resume import stamp
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.distributed
+def test_every_collective_is_judged_and_timed_between_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.csv"
+    command = ["bench", "comm", "--csv", str(path), "--megabytes", "1", "--repeats", "2"]
+    assert cli.main(command) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["operation"], row["status"]) for row in rows] == [(name, "ok") for name in COLLECTIVES]
+    for row in rows:
+        assert (row["backend"], row["world_size"], row["device"]) == ("gloo", "2", "CPU")
+        speed = 1.0 / float(row["median_ms"])  # GB/s
+        assert float(row["algorithm_gb_s"]) == pytest.approx(speed, rel=0.02, abs=1e-3)
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert "in the file already" in capsys.readouterr().out
+
+
+def test_bandwidths() -> None:
+    assert [bus_factor(name, 4) for name in COLLECTIVES] == [1.5, 0.75, 0.75, 0.75, 1.0]
+    assert bus_factor("host_to_device", 1) == 1.0
+    row = row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, 2.0, "ok")
+    assert (row.algorithm_gb_s, row.bus_gb_s) == (50.0, 75.0)
+    assert row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, None, "no").bus_gb_s is None
+
+
+class Lone:
+    """A group of one process that believes to be the second of two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sent: float) -> None:
+        def all_reduce(x: torch.Tensor, op: Any = None) -> None:
+            if x.numel() > 100:
+                x.fill_(sent)
+
+        monkeypatch.setattr(comm, "join", lambda *args: torch.device("cpu"))
+        for name, value in {
+            "get_rank": lambda: 1,
+            "get_world_size": lambda: 2,
+            "all_reduce": all_reduce,
+            "barrier": lambda: None,
+            "destroy_process_group": lambda: None,
+        }.items():
+            monkeypatch.setattr(comm.dist, name, value)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(1.0, "ok"), (2.0, "wrong: a process got other")])
+def test_a_wrong_sum_is_not_timed(
+    sent: float, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    Lone(monkeypatch, sent)
+    comm.member(0, 2, "gloo", str(tmp_path), [("all_reduce", 4000)], 1)
+    (entry,) = json.loads((tmp_path / "found.json").read_text())
+    assert entry["status"].startswith(status)
+    assert ("ms" in entry) == (status == "ok")
+
+
+def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
+    command = ["bench", "comm", "--csv", str(tmp_path / "x.csv")]
+    with pytest.raises(SystemExit, match="NCCL needs a GPU a process; there are 0"):
+        cli.main([*command, "--backend", "nccl"])
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--world-sizes", "1"])
