@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import comm, decode_layer, e2e, memory, models, precision, runner
+from streamattn.bench import comm, ddp, decode_layer, e2e, memory, models, precision, runner
 
 MODULES = {
     "kernel": runner,
@@ -14,6 +14,7 @@ MODULES = {
     "memory": memory,
     "precision": precision,
     "comm": comm,
+    "ddp": ddp,
     "decode-layer": decode_layer,
 }
 

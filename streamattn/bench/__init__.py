@@ -16,6 +16,7 @@ _BENCHMARKS = {
     "memory": ("memory", "peak memory of whole models by length, and the largest allocations"),
     "precision": ("precision", "what a dtype costs: sums, layers under autocast, attention"),
     "comm": ("comm", "collectives and copies by size and number of processes"),
+    "ddp": ("ddp", "ways to average gradients, and an optimizer's state when it is spread"),
     "decode-layer": ("decode_layer", "host time of attention layers that decode, beside HuggingFace's"),
 }
 
