@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import comm, ddp, decode_layer, e2e, memory, models, precision, runner
+from streamattn.bench import comm, ddp, decode_layer, e2e, memory, models, precision, report, runner
 
 MODULES = {
     "kernel": runner,
@@ -15,6 +15,7 @@ MODULES = {
     "precision": precision,
     "comm": comm,
     "ddp": ddp,
+    "report": report,
     "decode-layer": decode_layer,
 }
 

@@ -17,6 +17,7 @@ _BENCHMARKS = {
     "precision": ("precision", "what a dtype costs: sums, layers under autocast, attention"),
     "comm": ("comm", "collectives and copies by size and number of processes"),
     "ddp": ("ddp", "ways to average gradients, and an optimizer's state when it is spread"),
+    "report": ("report", "one Markdown page of CSV files, with pictures"),
     "decode-layer": ("decode_layer", "host time of attention layers that decode, beside HuggingFace's"),
 }
 

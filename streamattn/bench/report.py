@@ -1,0 +1,160 @@
+"""One page of all results: ``streamattn bench report --out FOLDER FILE.csv ...``.
+
+Writes ``FOLDER/report.md`` and PNGs beside it. Each file has a section: what it was measured on, pictures,
+and its rows as a table without the columns that say the same in all of them. Pictures are drawn by what the
+columns are: speed by length and a roofline of kernels (with ``--peak`` and ``--bandwidth``, the machine's
+TFLOP/s and GB/s), tokens a second and peak memory by length of models, bandwidth by size of collectives. The
+files are only read. Left out on purpose: judgements; the page says what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamattn.bench import plots
+from streamattn.bench.resume import extra
+
+COMMAND = "streamattn bench report"
+MACHINE = ("commit", "device", "driver", "torch", "triton", "transformers")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def markdown(frame: Any) -> str:
+    """A pandas frame as a Markdown table; empty cells where there is no value."""
+    rows = [list(frame.columns), ["---"] * len(frame.columns)]
+    rows += [
+        ["" if value != value or value is None else cell(value) for value in values]
+        for values in frame.itertuples(index=False, name=None)
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def cell(value: Any) -> str:
+    """A value as a cell: whole numbers as such, and nothing that would end the cell."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def series_of(frame: Any, name: str, x: str, y: str) -> dict[str, plots.Points]:
+    """Points of each value of a column, in the order of x; rows without a figure are left out."""
+    found: dict[str, plots.Points] = {}
+    for value, rows in frame.dropna(subset=[y]).groupby(name, sort=False):
+        points = rows.groupby(x)[y].max()
+        found[str(value)] = list(zip(points.index.tolist(), points.tolist(), strict=True))
+    return found
+
+
+def kernel_pictures(frame: Any, stem: str, peak: float | None, bandwidth: float | None) -> Iterator[str]:
+    """Of `streamattn bench kernel`: speed by length for each head_dim and mask, and the roofline."""
+    sweep = frame[(frame["case"] == "sweep")]
+    for way in ("forward", "backward"):
+        for (dtype, head_dim, causal), rows in sweep.groupby(["dtype", "head_dim", "causal"]):
+            series = series_of(rows, "provider", "seq_len", f"{way}_tflops")
+            if any(len(points) > 1 for points in series.values()):
+                mask = "causal" if causal else "full"
+                path = f"{stem}-{way}-{dtype}-{head_dim}-{mask}.png"
+                title = f"{way}, {dtype}, head_dim {head_dim}, {mask}"
+                plots.lines(path, series, title, "queries and keys", "TFLOP/s")
+                yield path
+    if peak and bandwidth:
+        rows = frame.dropna(subset=["forward_tflops"]).copy()
+        elements = rows["batch"] * rows["seq_len"] * rows["head_dim"]
+        elements *= 2 * rows["num_heads"] + 2 * rows["num_kv_heads"]
+        flops = rows["forward_tflops"] * rows["forward_ms"] * 1e9
+        rows["intensity"] = flops / (elements * rows["dtype"].map(BYTES))
+        path = f"{stem}-roofline.png"
+        series = series_of(rows, "provider", "intensity", "forward_tflops")
+        plots.roofline(path, series, "forward, inputs and output moved once", peak, bandwidth)
+        yield path
+
+
+def length_pictures(frame: Any, stem: str, by: Sequence[str], what: str, title: str) -> Iterator[str]:
+    """One figure of models by length, a picture for each group with several lengths."""
+    for values, rows in frame.groupby(list(by), sort=False, dropna=False):
+        series = series_of(rows, "contestant", "seq_len", what)
+        if any(len(points) > 1 for points in series.values()):
+            words = [str(value) for value in values if value == value]
+            path = f"{stem}-{what}-{'-'.join(words)}.png"
+            plots.lines(path, series, f"{', '.join(words)}: {title}", "tokens of a row", title)
+            yield path
+
+
+def pictures(frame: Any, stem: str, peak: float | None, bandwidth: float | None) -> Iterator[str]:
+    """Draws what a file's columns allow, and yields the paths."""
+    columns = set(frame.columns)
+    if {"provider", "forward_tflops"} <= columns:
+        yield from kernel_pictures(frame, stem, peak, bandwidth)
+    if "tokens_per_s" in columns:
+        by = ("shape", "work", "batch", "dtype", "mode", "warmup")
+        yield from length_pictures(frame, stem, by, "tokens_per_s", "tokens/s")
+    if "step_peak_mib" in columns:
+        yield from length_pictures(frame, stem, ("shape", "batch", "dtype"), "step_peak_mib", "MiB")
+    if "bus_gb_s" in columns:
+        for (backend, world), rows in frame.groupby(["backend", "world_size"]):
+            series = series_of(rows, "operation", "megabytes", "bus_gb_s")
+            if series:
+                path = f"{stem}-{backend}-{world}.png"
+                plots.lines(path, series, f"{backend}, {world} processes", "MB", "bus GB/s")
+                yield path
+
+
+def section(file: Path, out: Path, peak: float | None, bandwidth: float | None) -> str:
+    """A file's part of the page; its pictures are drawn into ``out``.
+
+    Raises:
+        SystemExit: it is no CSV with a row.
+    """
+    pandas = extra("pandas", COMMAND)
+    try:
+        frame = pandas.read_csv(file)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{COMMAND}: can't read {str(file)!r}: {error}") from None
+    if frame.empty:
+        raise SystemExit(f"{COMMAND}: {str(file)!r} has no row")
+    paths = [Path(path).name for path in pictures(frame, str(out / file.stem), peak, bandwidth)]
+    constant = [
+        name for name in frame.columns if frame[name].nunique(dropna=False) == 1 and frame[name].notna().all()
+    ]
+    facts = [f"{name} {cell(frame[name].iloc[0])}" for name in constant if len(frame) > 1 or name in MACHINE]
+    shown = frame[[name for name in frame.columns if frame[name].notna().any()]]
+    if len(frame) > 1:
+        shown = shown.drop(columns=constant)
+    parts = [f"## {file.stem}", ", ".join(facts), *(f"![{name}]({name})" for name in paths), markdown(shown)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page.
+
+    Args:
+        argv: see ``--help``; None = the process's arguments.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        SystemExit: a file can't be read, or pandas or matplotlib is missing.
+    """
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Renders results as one page with PNGs.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv", help="that benchmarks wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the page and its pictures")
+    parser.add_argument("--peak", type=float, help="TFLOP/s of a matrix product on the GPU, for the roofline")
+    parser.add_argument("--bandwidth", type=float, help="GB/s of a copy on the GPU, for the roofline")
+    options = parser.parse_args(argv)
+    if (options.peak is None) != (options.bandwidth is None):
+        parser.error("--peak and --bandwidth go together")
+    plots.need_matplotlib(COMMAND)
+    options.out.mkdir(parents=True, exist_ok=True)
+    sections = [section(file, options.out, options.peak, options.bandwidth) for file in options.files]
+    page = options.out / "report.md"
+    page.write_text("# Measurements\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
