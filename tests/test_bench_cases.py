@@ -85,6 +85,17 @@ def test_wide_heads_come_with_few_tokens_and_with_many() -> None:
     assert all(case.plain and not case.causal for case in cases)
 
 
+def test_one_head_from_short_to_long() -> None:
+    cases = SETS["single"](SWEEP)
+    assert {(case.batch, case.num_heads, case.causal) for case in cases} == {(1, 1, True)}
+    assert sorted({case.seq_len for case in cases}) == [2**power for power in range(7, 17)]
+    assert {case.head_dim for case in cases} == {16, 32, 64, 128}
+    assert {case.dtype for case in cases} == {SWEEP.dtype}
+    headless = SETS["headless"](SWEEP)
+    assert {(case.batch, case.num_heads) for case in headless} == {(8, 1)}
+    assert sorted({case.seq_len for case in headless}) == [2**power for power in range(8, 15)]
+
+
 def test_the_case_of_the_cpu_is_float32_whatever_is_asked_for() -> None:
     (case,) = SETS["cpu"](SWEEP)
     assert (case.dtype, case.causal, case.plain) == ("float32", True, True)

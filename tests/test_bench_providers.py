@@ -37,11 +37,16 @@ def judge(name: str, case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
-@pytest.mark.parametrize("name", ["streamattn", "sdpa_flash", "sdpa_default", "flex"])
+@pytest.mark.parametrize(
+    "name", ["streamattn", "sdpa_flash", "sdpa_default", "flex", "eager", "eager_compiled"]
+)
 def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     if name.startswith("sdpa") and not case.plain:
         with pytest.raises(Unsupported, match="but as a mask"):
+            judge(name, case)
+    elif name.startswith("eager") and not case.plain:
+        with pytest.raises(Unsupported, match="not asked for patterns"):
             judge(name, case)
     elif name == "flex":
         provider, gate = PROVIDERS[name](), Gate(case, case.tensors(CPU))
@@ -103,6 +108,39 @@ def test_flash_attention_is_called_rightly(
     judge(provider, case)
 
 
+@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
+def test_xformers_is_called_rightly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, package = ModuleType("xformers.ops"), ModuleType("xformers")
+
+    class LowerTriangularMask:
+        pass
+
+    def memory_efficient_attention(q, k, v, attn_bias, p):
+        assert p == 0.0
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attention(q, k, v, causal=isinstance(attn_bias, LowerTriangularMask)).transpose(1, 2)
+
+    vars(module).update(
+        LowerTriangularMask=LowerTriangularMask, memory_efficient_attention=memory_efficient_attention
+    )
+    monkeypatch.setitem(sys.modules, "xformers", package)
+    monkeypatch.setitem(sys.modules, "xformers.ops", module)
+    if not case.plain or case.num_heads != case.num_kv_heads:
+        with pytest.raises(Unsupported, match="not asked for"):
+            judge("xformers", case)
+    else:
+        judge("xformers", case)
+
+
+def test_eager_is_right_in_half_precision_and_compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[int] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    for dtype in ("bfloat16", "float16"):
+        judge("eager_compiled", replace(CASE, dtype=dtype, seq_len=256, head_dim=64))
+    assert len(resets) == 2
+
+
 @pytest.mark.parametrize("name", ["fa3", "fa4", "flex"])
 def test_no_dropout_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flash_package("flash_attn_interface", monkeypatch, False)
@@ -124,9 +162,9 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "flash_attn_interface", "fa3_fwd_interface", "flash_attn")
+    hide(monkeypatch, "flash_attn_interface", "fa3_fwd_interface", "flash_attn", "xformers")
     found, absent = find(list(PROVIDERS))
-    assert set(absent) == {"fa3", "fa4"}
+    assert set(absent) == {"fa3", "fa4", "xformers"}
     assert set(found) == set(PROVIDERS) - set(absent)
     assert (
         absent["fa3"] == "no module flash_attn_interface or fa3_fwd_interface; pip install fa3-fwd brings it"

@@ -225,7 +225,14 @@ def test_there_are_no_graphs_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_the_set_of_the_cpu_is_asked_for_by_name() -> None:
-    assert runner.parse(["--csv", "x.csv"]).cases == [name for name in SETS if name != "cpu"]
+    assert runner.parse(["--csv", "x.csv"]).cases == [
+        name for name in SETS if name not in ("cpu", "single", "headless")
+    ]
+
+
+def test_who_holds_all_scores_is_asked_for_by_name() -> None:
+    left = set(PROVIDERS) - set(runner.parse(["--csv", "x.csv"]).providers)
+    assert left == {"eager", "eager_compiled"}
 
 
 @pytest.fixture
@@ -281,7 +288,7 @@ def test_the_command_writes_and_shows(
         assert (row["sm_mhz"], row["peak_mib"], row["window"]) == ("1755", "12.5", "")
         assert float(row["backward_graph_to_best"]) == (2.0 if row["provider"] == "streamattn" else 1.0)
     shown = capsys.readouterr()
-    for name in PROVIDERS:
+    for name in runner.PEERS:
         assert name in shown.out
     assert "absent: not installed" in shown.out
     assert "to best" in shown.out

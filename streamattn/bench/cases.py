@@ -195,6 +195,24 @@ def _wide(options: Sweep) -> list[Case]:
     return few + many
 
 
+def _single(options: Sweep) -> list[Case]:
+    """One head of one row, from the shortest to the longest: where launches are all, and where memory is."""
+    return [
+        Case("single", options.dtype, 1, 1, 1, 2**power, head_dim, True)
+        for head_dim in (16, 32, 64, 128)
+        for power in range(7, 17)
+    ]
+
+
+def _headless(options: Sweep) -> list[Case]:
+    """A batch of eight without heads, [B, T, D]."""
+    return [
+        Case("headless", options.dtype, 8, 1, 1, 2**power, head_dim, True)
+        for head_dim in (16, 32, 64, 128)
+        for power in range(8, 15)
+    ]
+
+
 def _cpu(options: Sweep) -> list[Case]:
     return [Case("cpu", "float32", 4, 12, 12, 1024, 64, True)]
 
@@ -208,9 +226,11 @@ SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "dropout": _dropout,
     "decode": _decode,
     "wide": _wide,
+    "single": _single,
+    "headless": _headless,
     "cpu": _cpu,
 }
 """Sets of cases. Window, documents and dropout hold each pattern beside the same work without it: all keys,
 the documents as a batch, no dropout. Decode is one query on a cache. Wide heads come with few tokens, in
-float32, and with many, in the dtype that is asked for. The last is one case in float32, whatever dtype is
-asked for."""
+float32, and with many, in the dtype that is asked for. ``single`` is one head of 128 to 65,536 tokens,
+``headless`` eight rows of one head. The last is one case in float32, whatever dtype is asked for."""

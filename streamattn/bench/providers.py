@@ -167,6 +167,53 @@ def _fa4() -> Provider:
     return _flash(module, _version("flash-attn-4"))
 
 
+def _xformers() -> Provider:
+    """xformers' memory-efficient attention, which takes [B, S, H, D]."""
+    module = _import("xformers.ops", install="pip install xformers")
+
+    def bind(case: Case, device: torch.device) -> Call:
+        if case.window is not None or case.document is not None:
+            raise Unsupported("it is not asked for patterns here")
+        if case.num_heads != case.num_kv_heads:
+            raise Unsupported("it is not asked for grouped heads here")
+        bias = module.LowerTriangularMask() if case.causal else None
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = module.memory_efficient_attention(q, k, v, attn_bias=bias, p=case.dropout_p)
+            return out.transpose(1, 2)
+
+        return call
+
+    return Provider(bind, _version("xformers"))
+
+
+def eager(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as it is written down: all scores, softmax, values."""
+    group = case.num_heads // case.num_kv_heads
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * case.head_dim**-0.5
+    if case.causal:
+        later = torch.ones(case.seq_len, case.seq_len, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), case.dropout_p)
+    return weights @ v
+
+
+def _eager(compiled: bool) -> Provider:
+    def bind(case: Case, device: torch.device) -> Call:
+        if case.window is not None or case.document is not None:
+            raise Unsupported("it is not asked for patterns here")
+        if compiled:
+            torch._dynamo.reset()  # or a case would be served by a graph that was made general for others
+        function = torch.compile(eager, dynamic=False) if compiled else eager
+        return lambda q, k, v: function(case, q, k, v)
+
+    config = importlib.import_module("torch._functorch.config")  # as FlexAttention's below
+    return Provider(bind, f"torch {torch.__version__}", around=lambda: config.patch(donated_buffer=False))
+
+
 def visible_to_flex(case: Case, segments: Tensor | None) -> Callable[[Any, Any, Any, Any], Any] | None:
     """The case's pattern as FlexAttention's ``mask_mod``; None where every query sees every key."""
     causal, window = case.causal, case.window
@@ -218,6 +265,9 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
     "sdpa_default": lambda: _sdpa(None),
     "sdpa_efficient": lambda: _sdpa(SDPBackend.EFFICIENT_ATTENTION),
     "flex": _flex,
+    "xformers": _xformers,
+    "eager": lambda: _eager(compiled=False),
+    "eager_compiled": lambda: _eager(compiled=True),
 }
 
 

@@ -32,7 +32,10 @@ from streamattn.bench.timers import TIMERS, Measure, Timer, Work, clock, peak_mi
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 DEVICE = torch.device("cuda")
-GPU_SETS = [name for name in SETS if name != "cpu"]
+GPU_SETS = [name for name in SETS if name not in ("cpu", "single", "headless")]
+"""What is measured where nothing is asked for; what has one head is asked for by name."""
+PEERS = [name for name in PROVIDERS if not name.startswith("eager")]
+"""Who takes part where nobody is asked for: who doesn't hold all scores in memory."""
 WIDTH = 120  # columns of the tables, on a terminal or not
 
 
@@ -268,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--rounds", type=positive, default=2, help="turns of each provider; the least of their medians counts"
     )
-    add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="who takes part")
+    add("--providers", nargs="+", choices=PROVIDERS, default=PEERS, help="who takes part")
     add("--all-flex", action="store_true", help="FlexAttention in every case, not in a few: it compiles each")
     return parser.parse_args(argv)
 
