@@ -53,6 +53,12 @@ def test_configuration() -> None:
     assert configuration("olmo2-nano", None, 10, 0.2).attention_dropout == 0.2
 
 
+def test_only_weights_have_the_dtype() -> None:
+    model = base_model(configuration("olmo2-nano", 1, 10, 0.0), "cpu", torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {x.dtype for x in model.buffers() if x.is_floating_point()} == {torch.float32}
+
+
 def test_no_shape_is_said(base) -> None:
     with pytest.raises(ValueError, match="gpt2-mega"):
         configuration("gpt2-mega", None, 10, 0.0)

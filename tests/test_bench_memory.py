@@ -71,10 +71,9 @@ def test_lines_of_python_are_found_among_frames() -> None:
         return {"filename": filename, "line": 7, "name": "f"}
 
     inside = f"{Path(torch.__file__).parent}/nn/functional.py"
-    assert place([frame("x.cpp"), frame(inside), frame("/a/model.py")]) == "model.py:7 f"
-    assert place([frame("x.cpp"), frame(inside)]) == "functional.py:7 f"
-    assert place([frame("x.cpp")]) == "the backward"
-    assert place([]) == "unknown"
+    assert place([frame(inside), frame("/a/model.py"), frame("/a/main.py")]) == "model.py:7 f"
+    assert place([frame(inside)]) == "functional.py:7 f"
+    assert place([]) == "no Python: the backward"
 
 
 def test_the_history_of_a_gpu_is_recorded_read_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,7 @@ def test_the_history_of_a_gpu_is_recorded_read_and_ended(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     changes = history_on_gpu(lambda: said.append("work"), "x.pickle")
-    assert changes == [Change(8, 1, "a.py:1 f"), Change(-8, 1, "unknown")]
+    assert changes == [Change(8, 1, "a.py:1 f"), Change(-8, 1, "no Python: the backward")]
     assert said == ["all", "work", "x.pickle", None]
 
 

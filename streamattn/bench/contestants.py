@@ -128,7 +128,9 @@ def base_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.loss_type = "ForCausalLM"  # GPT-2's name doesn't say so, and the warning about that breaks a graph
-    return model.to(dtype)
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def contestant(model: Any, name: str) -> Any:

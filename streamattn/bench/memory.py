@@ -111,11 +111,10 @@ def history_on_cpu(work: Callable[[], object]) -> list[Change]:
 
 def place(frames: Sequence[dict[str, Any]]) -> str:
     """The innermost line of Python outside of torch, as ``file.py:12 function``."""
-    python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
-    ours = [frame for frame in python if f"{Path(torch.__file__).parent}" not in str(frame["filename"])]
-    for frame in ours or python:
+    outside = [frame for frame in frames if f"{Path(torch.__file__).parent}" not in str(frame["filename"])]
+    for frame in outside or frames:
         return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return "the backward" if frames else "unknown"
+    return "no Python: the backward"
 
 
 def history_on_gpu(work: Callable[[], object], snapshot: str | None) -> list[Change]:
@@ -126,7 +125,7 @@ def history_on_gpu(work: Callable[[], object], snapshot: str | None) -> list[Cha
         snapshot: where the history is kept for PyTorch's memory viewer; None = nowhere.
     """
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(stacks="all", context="alloc", max_entries=1_000_000)
+    torch.cuda.memory._record_memory_history(stacks="python", context="alloc", max_entries=1_000_000)
     try:
         work()
         torch.cuda.synchronize()

@@ -42,6 +42,7 @@ from streamattn.bench.providers import Unsupported
 from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 
 PHASES = ("forward", "backward", "optimizer")
+RANGES = (*PHASES, "step", "scores", "softmax", "values")
 CLASSES = {
     "attention": r"query_spans|flash|fmha|attention|sdpa|attn|streamattn|_fwd_kernel|_bwd_kernel|hopper",
     "softmax": r"softmax",
@@ -151,11 +152,13 @@ def kernels_of(profiler: Any, on_gpu: bool) -> list[Kernel]:
     """Kernels (operators on a CPU, without those that they call) by name, the longest first."""
     found = []
     for event in profiler.key_averages():
+        if getattr(event, "is_user_annotation", False) or event.key in RANGES:
+            continue
         if on_gpu:
-            wanted = event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+            wanted = event.device_type.name == "CUDA"
             time = event.self_device_time_total
         else:
-            wanted = event.device_type.name == "CPU" and not getattr(event, "is_user_annotation", False)
+            wanted = event.device_type.name == "CPU"
             time = event.self_cpu_time_total
         if wanted and time > 0:
             found.append(Kernel(event.key, event.count, time))
