@@ -16,7 +16,7 @@ from tests.gpu.peers import compare
 from tests.kernels.test_forward import LIMITED, OPTIONS, case_of, limited, visible_tiles
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
-from tests.peers import rounded
+from tests.rounding import rounded
 
 BACKWARD_OPTIONS: dict[str, list[Any]] = {
     **OPTIONS,

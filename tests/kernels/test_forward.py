@@ -12,7 +12,7 @@ from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, MASKS, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
-from tests.peers import rounded
+from tests.rounding import rounded
 
 # A pair of tiles costs some milliseconds. These sizes give few a head, ragged and round, below and above the
 # diagonal. On GPUs tiles are square, wide and tall, so all of these are tried.

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.cases import Case, expected, relative_errors
 from tests.gpu.peers import NAMES, sdpa
-from tests.peers import rounded
+from tests.rounding import rounded
 
 OPTIONS: list[dict[str, Any]] = [
     {},

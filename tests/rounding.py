@@ -4,7 +4,7 @@ On GPUs a kernel is held to PyTorch's own (`tests.gpu.peers`). Here `rounded` st
 where FlashAttention rounds: products of the inputs' dtype are summed in float32; the weights, and in the
 backward the gradient of the scores, are rounded to the inputs' dtype before they enter a product; each result
 is rounded once, and the backward starts from the rounded output. For float32 no place is left, which makes it
-the plain formula of PyTorch's math backend. `tests/test_peers.py` holds its error to that of PyTorch's CPU
+the plain formula of PyTorch's math backend. `tests/test_rounding.py` holds its error to that of PyTorch's CPU
 kernels, where those serve; it serves all that `attention` does, sinks, softcap and dropout included.
 
 Dense: whole score matrices, one maximum a row and no tiles. Left out on purpose: the rounding that tiles add.
