@@ -179,8 +179,8 @@ def read_job(argv: Sequence[str]) -> Job:
     # Bars redraw themselves: in a file each step would leave a line.
     values.setdefault("disable_tqdm", not sys.stderr.isatty())
     if values.get("gradient_checkpointing") and "activation_checkpointing" not in hints:
-        # The reentrant kind, default before the newer name, marks parameters ready twice under DDP
-        # (huggingface/peft#313).
+        # The reentrant kind, default before the newer name, marks parameters ready twice under DDP that looks
+        # for unused ones (huggingface/peft#313).
         values.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": False})
     return Job(
         config=path,
