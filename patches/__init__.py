@@ -226,6 +226,10 @@ def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     for replacement in _replacements_in(model):
         if hook := getattr(replacement, "decoder_hook", None):
             yield from ((hook, each) for each in model.modules() if isinstance(each, replacement.decoder))
+        if hook := getattr(replacement, "holder_hook", None):
+            for each in model.modules():
+                if any(isinstance(child, replacement.decoder) for child in each.children()):
+                    yield hook, each
 
 
 def _replacements_in(model: nn.Module) -> set[Any]:

@@ -17,11 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 
 from patches import code, compact, hf, hosts, interface
+from patches.registry import is_patched
 from patches.views import plain
 
 _ARGUMENTS = hf.argument_names(GPT2Attention.forward)
@@ -30,7 +31,7 @@ _MODEL_ARGUMENTS = hf.argument_names(GPT2Model.forward)
 _TUPLE_CACHE = "layer_past" in _ARGUMENTS
 _MASKS_ARE_MADE = interface.makes_masks(GPT2Model)  # by functions of transformers
 _BODY = code.code_of(GPT2Model)
-# The function for masks is told positions, too.
+# The function for masks is told positions, too; and such releases hand bounds of documents on to the layers.
 _TELLS_POSITIONS = _BODY is not None and code.calls_with(_BODY, "position_ids") > 1
 
 
@@ -41,11 +42,35 @@ def prepare_mask(model: GPT2Model, args: tuple[Any, ...], kwargs: dict[str, Any]
     return None if _MASKS_ARE_MADE else interface.make_mask(_MODEL_ARGUMENTS, model, args, kwargs)
 
 
+def refuse_bounds(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of what holds a `GPT2Model` in releases where that one isn't told bounds of documents.
+
+    Args:
+        model: `GPT2LMHeadModel` and its like.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+
+    Raises:
+        ValueError: bounds, and no positions that would say the same.
+    """
+    if kwargs.get("cu_seq_lens_q") is None or not any(map(is_patched, model.modules())):
+        return
+    given = {**dict(zip(hf.argument_names(type(model).forward), args, strict=False)), **kwargs}
+    if given.get("position_ids") is None:
+        instead = "pass position_ids that start again with each document"
+        raise ValueError(
+            f"{type(model).__name__} got the bounds of packed documents (cu_seq_lens_q), which this release "
+            "of transformers doesn't hand on to the layers; "
+            f"{instead if hf.MASKS_PASS_UNCHANGED else 'pad them into rows of their own'}, or upgrade it"
+        )
+
+
 class StreamGPT2Attention(GPT2Attention):
     """`GPT2Attention` with the same state, running on `streamattn.attention`. Made by `patch_model`."""
 
     decoder = GPT2Model
     decoder_hook = None if _MASKS_ARE_MADE and _TELLS_POSITIONS else staticmethod(prepare_mask)
+    holder_hook = None if _TELLS_POSITIONS else staticmethod(refuse_bounds)
     layer_idx: Any  # an int wherever there is a cache or a scale by layer
 
     @staticmethod

@@ -13,6 +13,7 @@ replacement
 - may name a ``decoder``, the class of the module that hides nothing but later keys from the layers, and a
   static ``decoder_hook``, a forward pre-hook for it in releases where it makes its masks itself, None where
   transformers' functions make them (`patches.interface.makes_masks`);
+- may have a static ``holder_hook``, such a hook for the modules that hold a decoder as a child;
 - may have static ``attach(model)`` and ``detach(model)``, which settle what stands around the layers: run
   after they have changed sides, any number of times, and before they change back.
 

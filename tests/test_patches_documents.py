@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patches.gpt2
 import patches.hf
-from patches import compact, patch_model
+from patches import compact, patch_model, unpatch_model
 from tests import hf_families, hf_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -134,11 +134,22 @@ def bounds_of(*lengths: int) -> dict[str, Any]:
 def test_bounds_of_documents_and_padding_both_hold(models: tuple[Any, Any]) -> None:
     """Over both rows, one after the other: 9 tokens behind padding; 4, and 5 with padding at the end."""
     patched, model = models
-    if type(patched).__name__ == "GPT2LMHeadModel" and not patches.gpt2._TELLS_POSITIONS:
-        pytest.skip("this release's GPT-2 hands its layers nothing but a mask")
     ids = hf_models.tokens(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :2] = mask[1, 7:] = 0
+    if type(patched).__name__ == "GPT2LMHeadModel" and not patches.gpt2._TELLS_POSITIONS:
+        # such a release's model keeps bounds to itself
+        with pytest.raises(ValueError, match="pass position_ids that start again with each document"):
+            patched(ids, attention_mask=mask, use_cache=False, **bounds_of(9, 4, 5))
+        positions = torch.tensor([list(range(9)), [*range(4), *range(5)]])
+        told = patched(
+            ids, attention_mask=mask, position_ids=positions, use_cache=False, **bounds_of(9, 4, 5)
+        )
+        only_by_positions = patched(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        assert torch.equal(told.logits, only_by_positions.logits)
+        unpatch_model(patched)
+        patched(ids, attention_mask=mask, use_cache=False, **bounds_of(9, 4, 5))
+        return
     documents = torch.tensor([[0] * 9, [1] * 4 + [2] * 5])
     seen = (documents[:, :, None] == documents[:, None, :]) & mask.bool()[:, None, :]
     seen = (seen & torch.ones(9, 9, dtype=torch.bool).tril()).unsqueeze(1)
