@@ -23,6 +23,7 @@ from streamattn.kernels.launch import (
     heads_per_group,
     launch,
     mask_pointers,
+    rows_are_aligned,
     strides,
     tile_for,
 )
@@ -127,6 +128,7 @@ def attention_bwd_dq_kernel(
     HAS_DLSE: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """dq [B, Hq, Tq, D], and lse2 and delta [B, Hq, stride_row_stats], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -151,9 +153,9 @@ def attention_bwd_dq_kernel(
     row_mask = rows < q_len
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
-    q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False)
-    dout = load_rows(dout_ptr, rows, cols_dv, stride_dout_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
-    out = load_rows(out_ptr, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, BLOCK_DV, False)
+    q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False, ALIGNED)
+    dout = load_rows(dout_ptr, rows, cols_dv, stride_dout_t, row_mask, HEAD_DIM_V, BLOCK_DV, False, ALIGNED)
+    out = load_rows(out_ptr, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, BLOCK_DV, False, ALIGNED)
     # lse in base 2, +inf for a row that sees nothing or does not exist, so that its probabilities are 0
     lse = tl.load(lse_ptr + rows, mask=row_mask, other=float("-inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -213,9 +215,19 @@ def attention_bwd_dq_kernel(
             for n_start in range(begin, end, BLOCK_N):
                 keys = n_start + tl.arange(0, BLOCK_N)
                 key_mask = (keys >= first_seen) & (keys < length)
-                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE)
+                k = load_rows(
+                    k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE, ALIGNED
+                )
                 v = load_rows(
-                    v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, phase == INSIDE
+                    v_ptr,
+                    keys,
+                    cols_dv,
+                    stride_v_t,
+                    key_mask,
+                    HEAD_DIM_V,
+                    BLOCK_DV,
+                    phase == INSIDE,
+                    ALIGNED,
                 )
                 theirs = keys
                 if HAS_SEGMENTS:
@@ -273,7 +285,7 @@ def attention_bwd_dq_kernel(
     dq *= scale
     if EMPTY_ROWS:
         dq = tl.where((lse2 != float("inf"))[:, None], dq, 0.0)
-    store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM)
+    store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM, ALIGNED)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -347,6 +359,7 @@ def attention_bwd_dkdv_kernel(
     EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """dk [B, Hkv, Tk, D] and dv [B, Hkv, Tk, Dv], BLOCK_N keys of one key head a program."""
     num_kv_heads = num_heads // group
@@ -370,8 +383,8 @@ def attention_bwd_dkdv_kernel(
     key_mask = (keys >= first_seen) & (keys < length)
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
-    k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, False)
-    v = load_rows(v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, False)
+    k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, False, ALIGNED)
+    v = load_rows(v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, False, ALIGNED)
 
     start, stop = q_span(n_start, n_start + BLOCK_N - 1, q_len, length, left, right)
     theirs = keys
@@ -432,7 +445,15 @@ def attention_bwd_dkdv_kernel(
                     rows = m_start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
                     row_mask = rows < q_len
                     q = load_rows(
-                        q_head_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, phase == INSIDE
+                        q_head_ptr,
+                        rows,
+                        cols_d,
+                        stride_q_t,
+                        row_mask,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        phase == INSIDE,
+                        ALIGNED,
                     )
                     dout = load_rows(
                         dout_head_ptr,
@@ -443,6 +464,7 @@ def attention_bwd_dkdv_kernel(
                         HEAD_DIM_V,
                         BLOCK_DV,
                         phase == INSIDE,
+                        ALIGNED,
                     )
                     lse2 = tl.load(lse2_ptr + row_offset + rows)
                     delta = tl.load(delta_ptr + row_offset + rows)
@@ -499,8 +521,8 @@ def attention_bwd_dkdv_kernel(
                         ds *= slope
                     dk = dot_add(ds.to(q.dtype), q, dk, PRECISION)
     store_mask = keys < kv_len
-    store_rows(dk_ptr, dk * scale, keys, cols_d, stride_dk_t, store_mask, HEAD_DIM)
-    store_rows(dv_ptr, dv, keys, cols_dv, stride_dv_t, store_mask, HEAD_DIM_V)
+    store_rows(dk_ptr, dk * scale, keys, cols_d, stride_dk_t, store_mask, HEAD_DIM, ALIGNED)
+    store_rows(dv_ptr, dv, keys, cols_dv, stride_dv_t, store_mask, HEAD_DIM_V, ALIGNED)
 
 
 def attention_backward(
@@ -552,6 +574,7 @@ def attention_backward(
             HAS_DLSE=dlse is not None,
             HAS_SINKS=sinks is not None,
             EMPTY_ROWS=empty_rows,
+            ALIGNED=rows_are_aligned(q, k, v, out, dout, dq),
         )
 
     def dkdv_arguments() -> tuple[int, dict[str, Any]]:
@@ -565,6 +588,7 @@ def attention_backward(
             stride_row_stats=padded,
             heads_per_group=heads_per_group(q, window_right),
             EMPTY_ROWS=empty_rows,
+            ALIGNED=rows_are_aligned(q, k, v, dout, dk, dv),
         )
 
     key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)

@@ -27,6 +27,7 @@ from streamattn.kernels.launch import (
     launch_again,
     mask_pointers,
     product_precision,
+    rows_are_aligned,
     strides,
     tile_for,
 )
@@ -117,6 +118,7 @@ def attention_fwd_kernel(
     HAS_SINKS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], BLOCK_M rows of one head a program."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -135,7 +137,9 @@ def attention_fwd_kernel(
     row_mask = rows < q_len
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
-    q = load_rows(q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(
+        q_ptr, rows, cols_d, stride_q_t, row_mask, HEAD_DIM, BLOCK_D, False, ALIGNED
+    )  # [BLOCK_M, BLOCK_D]
 
     length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
     left = window_left if HAS_LEFT else UNBOUNDED
@@ -195,7 +199,9 @@ def attention_fwd_kernel(
             for n_start in range(begin, end, BLOCK_N):
                 keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
                 key_mask = (keys >= first_seen) & (keys < length)
-                k = load_rows(k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE)
+                k = load_rows(
+                    k_ptr, keys, cols_d, stride_k_t, key_mask, HEAD_DIM, BLOCK_D, phase == INSIDE, ALIGNED
+                )
                 s = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if not FOLD_SCALE:
                     s *= scale
@@ -235,7 +241,15 @@ def attention_fwd_kernel(
                         keep_tile(seed, head, rows, n_start, drop_threshold, BLOCK_M, BLOCK_N), p, 0.0
                     )
                 v = load_rows(
-                    v_ptr, keys, cols_dv, stride_v_t, key_mask, HEAD_DIM_V, BLOCK_DV, phase == INSIDE
+                    v_ptr,
+                    keys,
+                    cols_dv,
+                    stride_v_t,
+                    key_mask,
+                    HEAD_DIM_V,
+                    BLOCK_DV,
+                    phase == INSIDE,
+                    ALIGNED,
                 )
                 if phase != INSIDE and (MASK_KIND != NO_MASK or HAS_SEGMENTS):
                     v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
@@ -245,7 +259,8 @@ def attention_fwd_kernel(
     denominator = tl.where(l == 0.0, 1.0, l)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
-    store_rows(out_ptr, acc / denominator[:, None], rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V)
+    acc /= denominator[:, None]
+    store_rows(out_ptr, acc, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, ALIGNED)
     tl.store(lse_ptr + rows, (m + tl.log2(l)) * LN2, mask=row_mask)
 
 
@@ -284,6 +299,7 @@ def attention_forward(
             **strides("out", out),
             heads_per_group=heads_per_group(k, window_right),
             HAS_SINKS=sinks is not None,
+            ALIGNED=rows_are_aligned(q, k, v, out),
         )
 
     pointers = (q, k, v, out, lse, *mask_pointers(*masks, seed), sinks)

@@ -86,6 +86,18 @@ def strides(name: str, x: Tensor | None) -> dict[str, int]:
     return {f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_t": t}
 
 
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Whether each row of these [B, H, T, D] begins at whole 16 bytes.
+
+    The compiler reads and writes such rows 16 bytes at a time, but by itself knows of strides only whether
+    they are multiples of 16 numbers: heads of 136 columns are not.
+    """
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )
+
+
 class _Maps(dict[int, Any]):
     """Tensor maps that differ in nothing but the address, by that address; encoded when first asked for."""
 

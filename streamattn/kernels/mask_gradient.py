@@ -20,6 +20,7 @@ from streamattn.kernels.launch import (
     device_guard,
     launch,
     mask_pointers,
+    rows_are_aligned,
     strides,
     tile_for,
 )
@@ -96,6 +97,7 @@ def attention_bwd_dmask_kernel(
     HAS_DROPOUT: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
     OVER_B: tl.constexpr,
     OVER_H: tl.constexpr,
     OVER_M: tl.constexpr,
@@ -148,6 +150,7 @@ def attention_bwd_dmask_kernel(
                     HEAD_DIM,
                     BLOCK_D,
                     False,
+                    ALIGNED,
                 )
                 dout = load_rows(
                     dout_ptr + b64 * stride_dout_b + h64 * stride_dout_h,
@@ -158,6 +161,7 @@ def attention_bwd_dmask_kernel(
                     HEAD_DIM_V,
                     BLOCK_DV,
                     False,
+                    ALIGNED,
                 )
                 lse2 = tl.load(lse2_ptr + row_offset + rows)
                 delta = tl.load(delta_ptr + row_offset + rows)
@@ -183,6 +187,7 @@ def attention_bwd_dmask_kernel(
                             HEAD_DIM,
                             BLOCK_D,
                             False,
+                            ALIGNED,
                         )
                         v = load_rows(
                             v_ptr + b64 * stride_v_b + (h64 // group) * stride_v_h,
@@ -193,6 +198,7 @@ def attention_bwd_dmask_kernel(
                             HEAD_DIM_V,
                             BLOCK_DV,
                             False,
+                            ALIGNED,
                         )
                         theirs = keys
                         if HAS_SEGMENTS:
@@ -290,6 +296,7 @@ def attention_mask_gradient(
             **call_arguments(tile, q, k, v, *masks, *options),
             **strides("dout", dout),
             stride_row_stats=padded,
+            ALIGNED=rows_are_aligned(q, k, v, dout),
             OVER_B=over_b,
             OVER_H=over_h,
             OVER_M=over_m,

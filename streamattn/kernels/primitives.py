@@ -62,6 +62,15 @@ def valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS: tl.c
 
 
 @triton.jit
+def row_starts(ptr, rows, stride_row, ALIGNED: tl.constexpr):
+    """[rows, 1] pointers. ALIGNED: to whole 16 bytes each (see `launch.rows_are_aligned`)."""
+    starts = ptr + rows.to(tl.int64)[:, None] * stride_row
+    if ALIGNED:
+        starts = tl.multiple_of(starts, [16, 16])
+    return starts
+
+
+@triton.jit
 def load_rows(
     ptr,
     rows,
@@ -71,9 +80,10 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALL_ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """[rows, BLOCK_D] of a matrix with unit column stride; 0 outside row_mask and past HEAD_DIM."""
-    ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    ptrs = row_starts(ptr, rows, stride_row, ALIGNED) + cols[None, :]
     if ALL_ROWS:
         if HEAD_DIM == BLOCK_D:
             return tl.load(ptrs)
@@ -84,9 +94,9 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constexpr):
+def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constexpr, ALIGNED: tl.constexpr):
     """The counterpart of load_rows."""
-    ptrs = ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    ptrs = row_starts(ptr, rows, stride_row, ALIGNED) + cols[None, :]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols[None, :] < HEAD_DIM))
 
 
@@ -104,15 +114,28 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def even_and_odd(x):
+    """x[:, ::2] and x[:, 1::2].
+
+    By sums with 0 and not by `tl.split`, which wants both columns in one thread: where they are not, the
+    compiler made whole operands of products anew in each thread's registers, and 15 KB of them spilled.
+    """
+    pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
+    is_odd = tl.arange(0, 2)[None, None, :] == 1
+    return tl.sum(tl.where(is_odd, 0.0, pairs), 2), tl.sum(tl.where(is_odd, pairs, 0.0), 2)
+
+
+@triton.jit
 def dot_rows(a, b, PRECISION: tl.constexpr):
     """a @ b^T, [M, N] from a [M, K] and b [N, K].
 
     A chain of truncated sums over more than 128 columns is too long for float32 inputs: even and odd columns
-    are summed apart (which moves nothing between threads) and added with rounding.
+    are summed apart (which moves nothing between threads that load them side by side) and added with
+    rounding.
     """
     if PRECISION == "tf32x3" and a.shape[1] > 128:
-        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))
-        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+        a_even, a_odd = even_and_odd(a)
+        b_even, b_odd = even_and_odd(b)
         odd = tl.dot(a_odd, tl.trans(b_odd), input_precision=PRECISION)
         return dot_add(a_even, tl.trans(b_even), odd, PRECISION)
     return tl.dot(a, tl.trans(b), input_precision=PRECISION)

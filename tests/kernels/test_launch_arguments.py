@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamattn import attention
-from streamattn.kernels.launch import call_arguments, product_precision
+from streamattn.kernels.launch import call_arguments, product_precision, rows_are_aligned
 from streamattn.kernels.tiles import Tile
 from streamattn.pattern import UNBOUNDED
 
@@ -74,3 +74,22 @@ def test_the_limit_of_a_mask_is_a_float32(dtype, limit):
     options = (1.0, UNBOUNDED, UNBOUNDED, 0.0, 0.0)
     got = call_arguments(Tile(16, 16, 4, 1), q, q, q, mask, None, None, None, *options)["hidden_below"]
     assert got == limit == torch.tensor(limit).item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "aligned"),
+    [
+        (torch.float32, 136, True),
+        (torch.float32, 132, True),
+        (torch.float32, 137, False),
+        (torch.float16, 136, True),
+        (torch.float16, 132, False),
+    ],
+    ids=str,
+)
+def test_rows_begin_at_whole_16_bytes(dtype, head_dim, aligned):
+    """By the address, and by the stride of each dimension."""
+    x = torch.zeros(2, 5, 3, head_dim, dtype=dtype).transpose(1, 2)
+    assert rows_are_aligned(x) is aligned
+    assert not rows_are_aligned(x, x[..., 1:])
+    assert not rows_are_aligned(torch.zeros(2, 3, 5, head_dim + 1, dtype=dtype)[..., :head_dim])
