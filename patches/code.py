@@ -42,9 +42,9 @@ _MASK_MAKERS = frozenset(
 )
 
 
-def code_of(cls: type, method: str = "forward") -> CodeType | None:
-    """The code of a class's method, past decorators; None if it isn't Python's."""
-    return getattr(inspect.unwrap(getattr(cls, method)), "__code__", None)
+def code_of(cls: type) -> CodeType | None:
+    """The code of a class's `forward`, past decorators; None if it isn't Python's."""
+    return getattr(inspect.unwrap(cls.forward), "__code__", None)
 
 
 def names(code: CodeType) -> Iterator[str]:
@@ -91,14 +91,6 @@ def hands_mask_on(cls: type[nn.Module]) -> bool:
     if any("mask" in name for name in code.co_varnames[arguments:]):
         return False
     return max(map(uses(code).count, _MASK_NAMES)) <= 1
-
-
-def makes_masks_for_torch(cls: type[nn.Module]) -> bool:
-    """Whether a module makes a mask and works on it, for a layer of torch's own, which can't read ours."""
-    code, init = code_of(cls), code_of(cls, "__init__")
-    if code is None or init is None or "MultiheadAttention" not in init.co_names:
-        return False
-    return _asks_for_masks(code)
 
 
 @torch.compiler.assume_constant_result
@@ -161,8 +153,6 @@ def _works_on_its_mask(cls: type[nn.Module]) -> bool:
     """
     if path_of(cls) in REPLACEMENTS or cls.__module__.split(".")[0] == "torch":
         return False
-    if makes_masks_for_torch(cls):
-        return True
     code = code_of(cls)
     if code is not None and INTERFACE in code.co_names:
         return not hands_mask_on(cls)
@@ -259,8 +249,6 @@ class _Uses:
         return any(_is_maker(part) or self._is_mask(part) for part in parts)
 
     def _is_mask(self, node: ast.AST | None) -> bool:
-        if isinstance(node, ast.IfExp):
-            return self._is_mask(node.body) or self._is_mask(node.orelse)
         if isinstance(node, ast.Subscript):  # of masks by the type of layer
             return self._is_mask(node.value)
         return isinstance(node, ast.Name) and node.id in self.masks
