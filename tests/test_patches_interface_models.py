@@ -8,10 +8,12 @@ anything else than what there are tests for.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
@@ -131,6 +133,28 @@ def test_by_name_without_patching(name: str) -> None:
     named, patched = build(name, "streamattn"), patch_model(build(name))
     assert not patch_report(named).patched
     assert torch.equal(named(**arguments).logits, patched(**arguments).logits)
+
+
+TABLES: dict[str, tuple[dict[str, Any], str]] = {
+    "Falcon": ({"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}, "self_attention"),
+    "GPTNeo": (
+        {"hidden_size": 32, "num_heads": 4, "num_layers": 1, "attention_types": [[["global"], 1]]},
+        "attn.attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_layers_that_are_chosen_from_a_table(name: str) -> None:
+    """transformers' table has no other implementation; a patch says which layers it can't serve, and why."""
+    options, layer = TABLES[name]
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, **options)
+    kind: Any = getattr(transformers, f"{name}Model")
+    with pytest.raises(KeyError, match="streamattn"):
+        kind._from_config(config, attn_implementation="streamattn")
+    model = kind._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=rf"h\.0\.{re.escape(layer)}: there is no patch for .*Attention"):
+        patch_model(model)
 
 
 # Windows, packed documents
