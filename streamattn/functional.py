@@ -31,7 +31,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> None:
     """Raises unless q, k and v are dense tensors of matching shapes on one device.
 
     Where k and v are paged, their first dimension is that of the pages.
@@ -81,7 +81,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
         )
 
 
-def _rows_in_place(x: Tensor) -> Tensor:
+def rows_in_place(x: Tensor) -> Tensor:
     """``x`` itself, or a copy of it where its last dimension has another stride than 1."""
     return x if x.stride()[-1] == 1 else x.contiguous()
 
@@ -145,7 +145,8 @@ def _resolve_mask(attn_mask: Tensor, q: Tensor, kv_len: int, rank: int) -> Tenso
     return attn_mask.reshape(padded) if attn_mask.dim() < 4 else attn_mask
 
 
-def _resolve_segments(segment_ids: SegmentIds, q: Tensor, kv_len: int, rank: int) -> tuple[Tensor, Tensor]:
+def resolve_segments(segment_ids: SegmentIds, q: Tensor, kv_len: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The ids of 4-D queries and keys, [B, Tq] and [B, Tk]; ``rank`` is that of the caller's q."""
     if isinstance(segment_ids, Tensor):
         if q.shape[2] != kv_len:
             raise ValueError(
@@ -179,7 +180,8 @@ def _resolve_segments(segment_ids: SegmentIds, q: Tensor, kv_len: int, rank: int
     return resolved[0], resolved[1]
 
 
-def _resolve_lengths(kv_lengths: Tensor, q: Tensor, kv_len: int, rank: int) -> Tensor:
+def resolve_lengths(kv_lengths: Tensor, q: Tensor, kv_len: int, rank: int) -> Tensor:
+    """The lengths as [B] on the device of q [B, Hq, Tq, D]; ``rank`` is that of the caller's q."""
     if not isinstance(kv_lengths, Tensor) or kv_lengths.dtype not in (torch.int32, torch.int64):
         got = kv_lengths.dtype if isinstance(kv_lengths, Tensor) else type(kv_lengths).__name__
         raise TypeError(
@@ -244,8 +246,8 @@ def _check_block_table(block_table: Tensor, q: Tensor, k: Tensor, kv_lengths: Te
         )
 
 
-def _resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
-    """Contiguous [Hq]."""
+def resolve_sinks(sinks: Tensor, q: Tensor, rank: int) -> Tensor:
+    """Contiguous [Hq] of q [B, Hq, Tq, D]; ``rank`` is that of the caller's q."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
         raise TypeError(f"sinks must be a floating tensor, got {what}; pass one logit per query head")
@@ -264,6 +266,40 @@ def _number(name: str, value: float, low: float, high: float, expected: str, rem
     if not low <= value <= high:
         raise ValueError(f"{name} must be {expected}, got {value!s:.40}; {remedy}")
     return float(value)
+
+
+def check_options(
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool | None,
+    backend: str,
+) -> tuple[float | None, float, float]:
+    """``(scale, softcap, dropout_p)`` as floats, scale None where it was, softcap 0.0 where there is none."""
+    if backend not in BACKEND_NAMES:
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}; leave it out for 'auto'"
+        )
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}; convert it with bool")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(
+            f"deterministic must be True, False or None, got {deterministic!r}; None is PyTorch's own setting"
+        )
+    if scale is not None:
+        remedy = "None is 1 / sqrt(head_dim)"
+        scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32", remedy)
+    if softcap is None:
+        softcap = 0.0
+    else:
+        expected = f"0 or more and finite in float32, whose least number is {_FLOAT32.tiny:.1e}"
+        remedy = "None leaves the scores uncapped"
+        softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected, remedy)
+        if 0.0 < softcap < _FLOAT32.tiny:  # float32 would divide by 0
+            raise ValueError(f"softcap must be {expected}, got {softcap}; {remedy}")
+    dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)", "0.0 drops nothing")
+    return scale, softcap, dropout_p
 
 
 @overload
@@ -387,29 +423,8 @@ def attention(
         NotImplementedError: an input carries a forward-mode tangent, or one needs a gradient beside a
             ``block_table``.
     """
-    if backend not in BACKEND_NAMES:
-        raise ValueError(
-            f"backend must be one of {', '.join(BACKEND_NAMES)}, got {backend!r}; leave it out for 'auto'"
-        )
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}; convert it with bool")
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(
-            f"deterministic must be True, False or None, got {deterministic!r}; None is PyTorch's own setting"
-        )
+    scale, softcap, dropout_p = check_options(causal, scale, softcap, dropout_p, deterministic, backend)
     window_left, window_right = resolve_window(window_size, causal)
-    if scale is not None:
-        remedy = "None is 1 / sqrt(head_dim)"
-        scale = _number("scale", scale, -_FLOAT32.max, _FLOAT32.max, "finite in float32", remedy)
-    if softcap is None:
-        softcap = 0.0
-    else:
-        expected = f"0 or more and finite in float32, whose least number is {_FLOAT32.tiny:.1e}"
-        remedy = "None leaves the scores uncapped"
-        softcap = _number("softcap", softcap, 0.0, _FLOAT32.max, expected, remedy)
-        if 0.0 < softcap < _FLOAT32.tiny:  # float32 would divide by 0
-            raise ValueError(f"softcap must be {expected}, got {softcap}; {remedy}")
-    dropout_p = _number("dropout_p", dropout_p, 0.0, _BELOW_1, "in [0, 1)", "0.0 drops nothing")
 
     kind = None
     if attn_mask is segment_ids is kv_lengths is block_table is sinks is None and dropout_p == 0.0:
@@ -418,7 +433,7 @@ def attention(
             out, lse = kind.again(q, k, v)
             return (out, lse) if return_lse else out
 
-    _check_qkv(q, k, v, block_table is not None)
+    check_qkv(q, k, v, block_table is not None)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -429,7 +444,7 @@ def attention(
     rank = q.dim()
     for _ in range(4 - rank):
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
+    q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     kv_len = k.shape[2]
@@ -439,11 +454,11 @@ def attention(
         attn_mask = _resolve_mask(attn_mask, q, kv_len, rank)
     q_segments, kv_segments = None, None
     if segment_ids is not None:
-        q_segments, kv_segments = _resolve_segments(segment_ids, q, kv_len, rank)
+        q_segments, kv_segments = resolve_segments(segment_ids, q, kv_len, rank)
     if kv_lengths is not None:
-        kv_lengths = _resolve_lengths(kv_lengths, q, kv_len, rank)
+        kv_lengths = resolve_lengths(kv_lengths, q, kv_len, rank)
     if sinks is not None:
-        sinks = _resolve_sinks(sinks, q, rank)
+        sinks = resolve_sinks(sinks, q, rank)
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
