@@ -34,6 +34,7 @@ from transformers.cache_utils import Cache, StaticCache
 
 from patches import compact
 from patches.registry import is_patched
+from streamattn import parallel
 from streamattn.functional import attention, resolve_window
 from streamattn.weights import attention_weights, combine_masks
 
@@ -189,8 +190,11 @@ def document_starts(given: dict[str, Any]) -> Tensor | None:
         given: The arguments by name.
 
     Returns:
-        As `compact.document_starts`; None if positions say nothing: there are none, or not of whole rows.
+        As `compact.document_starts`; None if positions say nothing: there are none, or not of whole rows, or
+        they are a shard's.
     """
+    if parallel.shared() is not None:
+        return None
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
@@ -300,11 +304,40 @@ def attend(
         ``(out, weights)``: out [B, Hq, Tq, Dv]; weights [B, Hq, Tq, Tk], before dropout, or None.
 
     Raises:
-        ValueError: a mask of a kind that can't be read.
+        ValueError: a mask of a kind that can't be read; a call that can't go over several ranks, inside of
+            `parallel.sharing`.
     """
     if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
     batch, _, q_len, _ = q.shape
+    if (shared := parallel.shared()) is not None:
+        hidden = mask is not None
+        if compact.is_compact(mask):
+            seen = compact.read(mask, batch, q_len, k.shape[2])
+            causal = compact.is_causal(mask)
+            hidden = seen.segment_ids is not None or seen.kv_lengths is not None
+        _refuse_for_shards(
+            {
+                "a mask": hidden,
+                "a cache": filled is not None,
+                "bounds of documents": cu_seqlens is not None,
+                "attention weights": need_weights,
+                "a bias by position": position_bias is not None,
+            }
+        )
+        out = parallel.attention(
+            q,
+            k,
+            v,
+            **shared._asdict(),
+            causal=causal,
+            window_size=window_size,
+            scale=scale,
+            sinks=sinks,
+            softcap=softcap,
+            dropout_p=dropout_p,
+        )
+        return out, None
     if batch > 1 == k.shape[0]:
         k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)  # one encoded text for all
     kv_lengths = None
@@ -371,6 +404,14 @@ def attend(
     if apart is not None:
         out = (out * torch.sigmoid(lse - apart[:, None]).unsqueeze(-1)).to(q.dtype)
     return out, weights
+
+
+def _refuse_for_shards(asked: dict[str, bool]) -> None:
+    if any(asked.values()):
+        raise ValueError(
+            f"ranks that share a sequence can't serve {' and '.join(name for name in asked if asked[name])}; "
+            "call the model with ids, positions, an attention_mask of ones and use_cache=False"
+        )
 
 
 def _weighted(weights: Tensor, v: Tensor, dropout_p: float) -> Tensor:

@@ -12,7 +12,7 @@ it in one line too, which says how to go on, and so do a process that is lost (s
 No run overwrites another: an unfinished one goes on or is left alone, a finished one, or with ``--resume``
 one that can't go on, is moved aside when the first step comes next.
 
-Left out on purpose: a training loop, and parallelism beyond DDP.
+Left out on purpose: a training loop.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ from streamattn.run_folder import (
     last_step,
     writing,
 )
+from streamattn.shared_trainer import SharedTrainer, group_of, shared_logits
 
 COMPARED_TOKENS = 512
+SHARED_TOLERANCE = 0.05  # of the largest logit: half precision stays far below, mixed tokens far above
 SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
 
 
@@ -110,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
         print("usage: streamattn finetune CONFIG.yaml [--key value ...] [--resume [CHECKPOINT]]")
-        keys = sorted(job_keys() - {"context_parallel_size"})  # only its default is served yet
-        print(f"keys: {', '.join(keys)}, and every field of transformers.TrainingArguments")
+        print(f"keys: {', '.join(sorted(job_keys()))}, and every field of transformers.TrainingArguments")
         return 0 if arguments else 2
     began = time.perf_counter()
     status, job, folder, trainer = 0, None, None, None
@@ -215,7 +216,8 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
                 raise ValueError(f"{' or '.join(fields)}: unknown name {error}") from error
             _logits(model, torch.zeros(1, 2, dtype=torch.long), arguments)  # sizes that don't fit fail here
     check_causal(model.config)
-    check_batches(arguments, len(train_blocks), len(held_out))
+    group = group_of(arguments, model.config, job.context_parallel_size)
+    check_batches(arguments, len(train_blocks), len(held_out), job.context_parallel_size)
     # From here on a bar would be one of a checkpoint's saving.
     disable_progress_bar()
     _spare_warnings(model)
@@ -227,10 +229,11 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
         soft_wrap=True,
     )
     if job.patch:
-        _patch(model, held_out, arguments, console)
+        _patch(model, held_out, arguments, console, group)
     batch = blocks_of_step(arguments, job.context_parallel_size)
+    trainer_class: Any = RunTrainer if group is None else partial(SharedTrainer, group=group)
     with _refusing("transformers.Trainer"):
-        trainer = RunTrainer(
+        trainer = trainer_class(
             model=model,
             args=arguments,
             train_dataset=train_blocks,
@@ -330,9 +333,16 @@ def _prepare_text(
 
 
 def _patch(
-    model: PreTrainedModel, held_out: TokenBlocks, arguments: TrainingArguments, console: Console
+    model: PreTrainedModel,
+    held_out: TokenBlocks,
+    arguments: TrainingArguments,
+    console: Console,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Patch ``model`` and print what changed: the layers, and the logits on one real sequence."""
+    """Patch ``model`` and print what changed: the layers, and the logits on one real sequence.
+
+    With a group they are those that its processes compute together, too, of the shards of the sequence.
+    """
     model.to(arguments.device)  # type: ignore[arg-type]
     tokens = held_out[0]["input_ids"][:COMPARED_TOKENS].unsqueeze(0).to(arguments.device)  # [1, T]
     before = _logits(model, tokens, arguments)
@@ -356,15 +366,32 @@ def _patch(
         f"{difference:.2e} ({note})",
         soft_wrap=True,
     )
+    if group is None:
+        return
+    size, largest = dist.get_world_size(group), after.abs().max().item()
+    with _precision(arguments):
+        difference = (shared_logits(model, tokens, group).float() - after).abs().max().item()
+    if not difference <= SHARED_TOLERANCE * largest:
+        raise ValueError(
+            f"context_parallel_size: shared by {size} processes the logits of {type(model).__name__} differ "
+            f"by {difference:.2e} of {largest:.2e}: it mixes tokens outside of its attention; leave the key "
+            "out, or take another model"
+        )
+    console.print(f"the same of {size} processes that share the sequence: {difference:.2e}", soft_wrap=True)
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, tokens: torch.Tensor, arguments: TrainingArguments) -> torch.Tensor:
     """[1, T, vocabulary] float32, computed in the precision that training uses."""
-    half = torch.bfloat16 if arguments.bf16 else torch.float16
     model.eval()
-    with torch.autocast(arguments.device.type, dtype=half, enabled=arguments.bf16 or arguments.fp16):
+    with _precision(arguments):
         return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def _precision(arguments: TrainingArguments) -> torch.autocast:
+    """The precision that training uses."""
+    half = torch.bfloat16 if arguments.bf16 else torch.float16
+    return torch.autocast(arguments.device.type, dtype=half, enabled=arguments.bf16 or arguments.fp16)
 
 
 class _Losses(TrainerCallback):
@@ -508,8 +535,7 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
     dataset = trainer.train_dataset
     assert isinstance(dataset, TokenBlocks)
     steps = trainer.state.global_step - first_step
-    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    tokens = steps * blocks * dataset.blocks.shape[1]
+    tokens = steps * trainer.get_total_train_batch_size(arguments) * dataset.blocks.shape[1]
     loss = final["eval_loss"]
     held_out_loss = f"{loss:.4f}"
     if evaluated and evaluated[0]["step"] < trainer.state.global_step:

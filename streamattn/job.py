@@ -108,7 +108,7 @@ class Job:
             Python's standard library.
         seq_len: tokens in a block; default: the longest the model takes.
         patch: run `streamattn.patch_model` on the model.
-        context_parallel_size: processes that share one sequence; only 1 is served.
+        context_parallel_size: processes that share one sequence.
     """
 
     config: Path
@@ -137,10 +137,22 @@ class Job:
             )
         if self.seq_len is not None and self.seq_len < 2:
             raise ValueError(f"seq_len: expected at least 2 tokens, got {self.seq_len}")
-        if self.context_parallel_size != 1:
+        self._check_context_parallel()
+
+    def _check_context_parallel(self) -> None:
+        size = self.context_parallel_size
+        if size < 1:
+            raise ValueError(f"context_parallel_size: expected at least 1, got {size}")
+        if size > 1 and not self.patch:
             raise ValueError(
-                f"context_parallel_size: only 1 is served yet, got {self.context_parallel_size}; leave it out"
+                f"context_parallel_size: {size} processes share a sequence in patched layers alone; leave "
+                "patch: false out"
             )
+        for key in ("label_smoothing_factor", "torch_compile"):
+            if size > 1 and self.training.get(key):
+                raise ValueError(
+                    f"{key}: not served with context_parallel_size {size}; leave one of them out"
+                )
 
 
 def read_job(argv: Sequence[str]) -> Job:
@@ -450,12 +462,14 @@ def check_causal(config: PretrainedConfig) -> None:
         )
 
 
-def check_batches(arguments: TrainingArguments, train_blocks: int, held_out_blocks: int) -> None:
+def check_batches(
+    arguments: TrainingArguments, train_blocks: int, held_out_blocks: int, context_parallel_size: int = 1
+) -> None:
     """Raise ValueError for batches of which ``dataloader_drop_last`` would leave none."""
     blocks = {"train": train_blocks, "eval": held_out_blocks}
     sizes = {"train": arguments.train_batch_size, "eval": arguments.eval_batch_size}
     for name, size in sizes.items():
-        most = blocks[name] // arguments.world_size
+        most = blocks[name] // (arguments.world_size // context_parallel_size)
         if arguments.dataloader_drop_last and size > most:
             raise ValueError(
                 f"per_device_{name}_batch_size: expected at most {most}, got {size}: dataloader_drop_last "

@@ -75,6 +75,12 @@ def environment_of_a_job(**changes: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
 
 
+def held_out_loss(output_dir: Path) -> float:
+    """The last one, as Trainer logged it."""
+    state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
+    return [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry][-1]
+
+
 def start(*words: str, torchrun: int = 0, **environment: str) -> subprocess.Popen[str]:
     """Start a job in processes of its own: plain, or ``torchrun`` many under torchrun."""
     launcher = (

@@ -6,9 +6,11 @@ gradient relative to the largest entry that one process gets, and how many colle
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor
 import streamattn
 from streamattn import parallel
 from streamattn.parallel import collectives, gather
+from streamattn.parallel.__main__ import main as program
 
 BATCH, HEAD_DIM = 2, 16
 COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "pass_on")
@@ -256,6 +259,11 @@ def run_all(rank: int, size: int, folder: str) -> None:
             counts.clear()
             several_processes(Case(f"{mode} forward alone", 64, 8, 4, CAUSAL), forward_alone=True)
             report[f"{mode} bytes"] = counts["bytes"]
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            report["program"] = [program(["--seq-len", "50", "--num-kv-heads", "2"]), printed.getvalue()]
+            patch.setattr("streamattn.parallel.__main__.TOLERANCE", {torch.float32: 0.0})
+            report["program"].append(program(["--seq-len", "50", "--modes", "ring"]))
     dist.barrier()
     dist.destroy_process_group()
     Path(folder, f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")

@@ -143,9 +143,19 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("shape: gpt2-nano\nbf16: maybe", [], "bf16: expected bool, got 'maybe'"),
         ("shape: gpt2-nano\nlearning_rate: true", [], "learning_rate: expected float, got True"),
         (
-            "shape: gpt2-nano\ncontext_parallel_size: 2",
+            "shape: gpt2-nano\ncontext_parallel_size: 0",
             [],
-            "context_parallel_size: only 1 is served yet, got 2",
+            "context_parallel_size: expected at least 1, got 0",
+        ),
+        (
+            "shape: gpt2-nano\ncontext_parallel_size: 2\npatch: false",
+            [],
+            "context_parallel_size: 2 processes share a sequence in patched layers alone; leave patch",
+        ),
+        (
+            "shape: gpt2-nano\ncontext_parallel_size: 2\ntorch_compile: true",
+            [],
+            "torch_compile: not served with context_parallel_size 2; leave one of them out",
         ),
         ("shape: gpt2-nano\nmax_steps: 1:30", [], "max_steps: expected int, got '1:30'"),
         ("shape: gpt2-nano\ngradient_accumulation_steps: 0", [], "steps: expected at least 1, got 0"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import streamattn
 from streamattn import parallel
 from streamattn.parallel import functional, gather
+from streamattn.parallel.__main__ import main
 from streamattn.parallel.functional import choose_mode
 from streamattn.parallel.layout import Layout
 from tests.parallel_cases import CAUSAL, EVERY_MODE, Case, error, several_processes
@@ -95,6 +96,15 @@ def test_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(1, 2, 8, 16)
     with pytest.raises(ValueError, match="no process group; launch with torchrun"):
         parallel.attention(q, k, v)
+
+
+def test_the_program_needs_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert main([]) == 2
+    assert "torchrun --nproc-per-node 2 -m streamattn.parallel" in capsys.readouterr().err
 
 
 def chosen(size: int, num_heads: int, num_kv_heads: int, length: int, ring_can: bool = True) -> str:

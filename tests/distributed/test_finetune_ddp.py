@@ -9,18 +9,24 @@ from pathlib import Path
 import pytest
 
 from streamattn import finetune
-from tests.finetune_jobs import losses, own_lines, run, start, write_job
+from tests.finetune_jobs import held_out_loss, losses, own_lines, run, start, write_job
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of 6 steps with the global batch of two processes, accumulated in one."""
+def one_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 6 steps with the global batch of two processes, accumulated in one."""
     folder = tmp_path_factory.mktemp("one")
     job = write_job(folder, max_steps=6, gradient_accumulation_steps=2, shape=str(without_dropout(folder)))
     assert finetune.main([str(job)]) == 0
-    return losses(folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def one_process(one_output: Path) -> dict[int, float]:
+    """Its losses."""
+    return losses(one_output)
 
 
 def without_dropout(folder: Path) -> Path:
@@ -57,6 +63,25 @@ def test_two_processes_train_as_one(
     assert together.keys() == one_process.keys() == set(range(1, 7))
     assert list(together.values()) == pytest.approx(list(one_process.values()), rel=2e-5)
     assert together[6] < together[1]
+
+
+@pytest.mark.slow
+def test_four_processes_that_share_sequences_in_pairs_train_as_one(one_output: Path, tmp_path: Path) -> None:
+    """Data parallelism of two pairs, whose batches are those of two processes; and the same held-out loss."""
+    job = write_job(
+        tmp_path,
+        max_steps=6,
+        shape=str(_without_dropout(tmp_path)),
+        context_parallel_size=2,
+        gradient_checkpointing=True,
+    )
+    status, out, err = run(str(job), torchrun=4)
+    assert status == 0, err
+    assert out.count("the same of 2 processes that share the sequence") == 1
+    together, alone = losses(tmp_path / "out"), losses(one_output)
+    assert together.keys() == alone.keys() == set(range(1, 7))
+    assert list(together.values()) == pytest.approx(list(alone.values()), rel=2e-5)
+    assert held_out_loss(tmp_path / "out") == pytest.approx(held_out_loss(one_output), rel=2e-5)
 
 
 @pytest.mark.parametrize(

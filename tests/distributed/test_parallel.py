@@ -79,6 +79,18 @@ def test_bytes_on_the_way(reports: Reports) -> None:
         assert {report[f"{mode} bytes"] for report in reports} == {number}, mode
 
 
+def test_the_program_that_checks_a_machine(reports: Reports) -> None:
+    for rank, report in enumerate(reports):
+        status, printed, status_beyond = report["program"]
+        assert status == 0
+        assert status_beyond == 1, "with no tolerance the ring's merges must show"
+        lines = printed.splitlines()
+        if rank == 0:
+            assert [line.split()[0] for line in lines[2:7]] == ["auto", *EVERY_MODE]
+        else:
+            assert lines == []
+
+
 def test_dropout(reports: Reports) -> None:
     """Backward drops what forward did, at the right rate; ranks seeded alike drop different things."""
     for mode in EVERY_MODE:

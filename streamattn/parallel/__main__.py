@@ -1,0 +1,141 @@
+"""``torchrun --nproc-per-node N -m streamattn.parallel``: each mode on this machine, against one process.
+
+Every process draws the same sequence, computes all of it by itself with `streamattn.attention`, and its shard
+with each mode: with ``replicated`` it holds a slice of the queries, and the keys and values are global. What
+is printed are the largest differences of the output and the gradients, over their largest entries, and the
+time of forward and backward beside that of one process. On GPUs with NCCL, on the CPU with Gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import streamattn
+from streamattn import parallel
+from streamattn.parallel.functional import MODES
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+REPEATS = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and time the modes; the processes are torchrun's, or those of the process group that is there.
+
+    Args:
+        argv: the command line without the program's name; None = the process's arguments.
+
+    Returns:
+        0; 1 if a difference is larger than rounding explains, 2 without a launcher.
+    """
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m streamattn.parallel")
+    parser.add_argument("--seq-len", type=int, default=16384 if cuda else 512, help="tokens of the sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--num-heads", type=int, default=16 if cuda else 4, help="query heads")
+    parser.add_argument("--num-kv-heads", type=int, help="key heads; default: as many")
+    parser.add_argument("--head-dim", type=int, default=128 if cuda else 64)
+    parser.add_argument(
+        "--dtype", choices=[str(d)[6:] for d in TOLERANCE], default="bfloat16" if cuda else "float32"
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    options = parser.parse_args(argv)
+    if not dist.is_initialized() and "LOCAL_RANK" not in os.environ:
+        print("no launcher; run: torchrun --nproc-per-node 2 -m streamattn.parallel", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    try:
+        return _check(options, device)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> int:
+    """Print a line for each mode."""
+    rank, size, length = dist.get_rank(), dist.get_world_size(), options.seq_len
+    dtype = getattr(torch, options.dtype)
+    heads, kv_heads = options.num_heads, options.num_kv_heads or options.num_heads
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(options.batch, h, length, options.head_dim, generator=generator).to(device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+
+    def alone() -> list[Tensor]:
+        return _step(streamattn.attention, q, k, v, dout)
+
+    expected = alone()
+    alone_ms = _time(alone, device)
+    if rank == 0:
+        print(
+            f"{options.batch} x {length} tokens, {heads}:{kv_heads} heads of {options.head_dim}, {dtype}, "
+            f"causal, on {size} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}; "
+            f"forward and backward in one process {alone_ms:.2f} ms"
+        )
+        print(f"{'mode':<11}{'out':>9}{'dq':>9}{'dk':>9}{'dv':>9}{'ms':>10}{'speedup':>9}")
+    status = 0
+    for mode in options.modes:
+        if mode == "ulysses" and heads % size:
+            continue
+        replicated = mode == "replicated"
+        parts = [parallel.shard(q, dim=2), k, v, parallel.shard(dout, dim=2)]
+        if not replicated:
+            parts[1:3] = (parallel.shard(x, dim=2) for x in (k, v))
+
+        def together(mode: str = mode, parts: list[Tensor] = parts) -> list[Tensor]:
+            return _step(parallel.attention, *parts, mode=mode, seq_len=length)
+
+        found = together()
+        wanted = [x if replicated and i > 1 else parallel.shard(x, dim=2) for i, x in enumerate(expected)]
+        errors = torch.stack(
+            [(a - b).abs().max().float() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
+        )
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        milliseconds = _time(together, device)
+        if rank == 0:
+            shown = "".join(f"{error:9.1e}" for error in errors.tolist())
+            print(f"{mode:<11}{shown}{milliseconds:10.2f}{alone_ms / milliseconds:9.2f}")
+        if not bool((errors <= TOLERANCE[dtype]).all()):
+            status = 1
+    return status
+
+
+def _step(attention: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    """The output and the gradients of q, k and v of one causal call."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, causal=True, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _time(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a step: the median of `REPEATS`, of the slowest process."""
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
