@@ -110,7 +110,9 @@ def test_job(path: Path, tmp_path: Path) -> None:
     assert job.seq_len <= config.max_position_embeddings
     # A GPU's precisions are refused where there is none.
     arguments = TrainingArguments(**job.training | {"use_cpu": True, "tf32": None})
-    assert arguments.bf16 == (hardware == "h100")
+    assert arguments.bf16 == hardware.endswith("h100")
+    gpus = hardware.removesuffix("h100").removesuffix("x")
+    assert job.context_parallel_size == int(gpus if gpus.isdigit() else 1)
     assert arguments.eval_on_start
 
 

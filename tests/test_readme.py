@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -52,7 +53,18 @@ def test_python_blocks_run(line: int, source: str, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize("source", EXAMPLES)
-def test_technical_examples_run(source: str) -> None:
+def test_technical_examples_run(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the only process where they are for torchrun."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port),
+    ):
+        monkeypatch.setenv(name, value)
     exec(compile(source, "technical.md", "exec"), {"__name__": "__main__"})
 
 
