@@ -561,6 +561,8 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
         note = f"the run diverged: its held-out loss is {loss}, so there is no sample"
         console.print(f"{note}; try a smaller learning_rate", soft_wrap=True)
         return
+    if trainer.is_fsdp_enabled:
+        return  # a sharded model computes on all processes together
     prompt, continuation = _sample(trainer)
     console.print("sample (prompt, then | and what the model wrote):", style="bold")
     console.print(f"{prompt}|{continuation}", markup=False, highlight=False, soft_wrap=True)

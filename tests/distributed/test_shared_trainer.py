@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from patches import patch_model
+from patches import patch_model, patch_report
 from streamattn import parallel
 from streamattn.shared_trainer import shard_inputs, shared_logits, token_loss
 from tests.hf_models import FAMILIES, build, tokens
@@ -35,21 +36,25 @@ def world() -> dist.ProcessGroup:
     return group
 
 
+def whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
 def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
 
 
 def shared_step(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients as `SharedTrainer` makes them, under DDP, which averages over the processes."""
+    """Loss and gradients as `SharedTrainer` makes them; DDP and FSDP2 average over the processes."""
     items = (inputs["labels"][:, 1:] != -100).sum()
     with parallel.sharing(inputs["input_ids"].shape[1]):
         loss = token_loss(model, inputs, world()) * (PROCESSES / items)
         loss.backward()
     mean = loss.detach() / PROCESSES
     dist.all_reduce(mean)
-    return mean, gradients(model.module)
+    return mean, gradients(getattr(model, "module", model))
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -72,8 +77,14 @@ def check(family: str, length: int) -> None:
     assert torch.allclose(found_loss, loss.detach(), rtol=1e-5), f"{family}: {found_loss}, {loss}"
     assert same(found, expected), family
     with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-    assert torch.allclose(shared_logits(model, ids, world()), whole, atol=1e-4)
+        logits = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(shared_logits(model, ids, world()), logits, atol=1e-4)
+    sharded = patch_model(build(family, "sdpa", **NONE[family])).train()
+    for layer in patch_report(sharded).patched:
+        fully_shard(sharded.get_submodule(layer.rpartition(".")[0]))
+    found_loss, found = shared_step(fully_shard(sharded), inputs)
+    assert torch.allclose(found_loss, loss.detach(), rtol=1e-5)
+    assert same(found, expected), family
 
 
 def check_dropout(family: str) -> None:
