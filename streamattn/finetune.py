@@ -535,7 +535,9 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
     dataset = trainer.train_dataset
     assert isinstance(dataset, TokenBlocks)
     steps = trainer.state.global_step - first_step
-    tokens = steps * trainer.get_total_train_batch_size(arguments) * dataset.blocks.shape[1]
+    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    blocks //= trainer.cp_size if isinstance(trainer, SharedTrainer) else 1
+    tokens = steps * blocks * dataset.blocks.shape[1]
     loss = final["eval_loss"]
     held_out_loss = f"{loss:.4f}"
     if evaluated and evaluated[0]["step"] < trainer.state.global_step:

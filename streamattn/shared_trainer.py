@@ -52,7 +52,7 @@ class SharedTrainer(RunTrainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sequences in a step, over all processes."""
-        return super().get_total_train_batch_size(args) // self.cp_size
+        return self._train_batch_size * args.gradient_accumulation_steps * args.world_size // self.cp_size
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of this process's cp group."""

@@ -91,6 +91,25 @@ def test_autocast_casts_as_attention_does() -> None:
         assert parallel.attention(q, k, v).dtype == streamattn.attention(q, k, v).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("one_process")
+def test_kernels_get_what_they_were_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable backward takes lse for contiguous; kernels are compiled for seeds at whole 16 bytes."""
+    seen = []
+
+    def spy(
+        dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: Any, v: Any, out: Any, lse: Any, *rest: Any
+    ) -> Any:
+        seen.append((lse.is_contiguous(), lse.shape == q.shape[:3], rest[4].data_ptr() % 16))
+        return torch.ops.streamattn.attention_backward(dout, dlse, q, k, v, out, lse, *rest)
+
+    monkeypatch.setattr("streamattn.parallel.call._backward", spy)
+    monkeypatch.setattr("streamattn.parallel.layout.rank_and_size", lambda group: (0, 2))
+    q, k, v = (x.requires_grad_() for x in (*qkv(1, 2, 8, 16)[:1], *qkv(1, 2, 13, 16)[:2]))
+    options: dict[str, Any] = {"mode": "replicated", "reduce_kv_grads": False, "dropout_p": 0.5}
+    parallel.attention(q, k, v, **options, causal=True).sum().backward()
+    assert seen == [(True, True, 0)] * 2
+
+
 def test_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     q, k, v = qkv(1, 2, 8, 16)

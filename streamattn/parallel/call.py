@@ -34,7 +34,8 @@ class Call:
         q_segments: int32 [B, Tq] of this rank's queries.
         kv_segments: int32 [B, seq_len], in the sequence's order.
         kv_lengths: [B], of whole sequences.
-        seeds: int64, one for each call of the ops; None without dropout.
+        seeds: int64 [calls, 2], whose first column has one for each call of the ops; None without dropout.
+            The other keeps them at whole 16 bytes, as kernels are compiled for.
     """
 
     group: dist.ProcessGroup | None
@@ -58,7 +59,7 @@ class Call:
             lengths = (lengths - cut).clamp(min=0)
         if self.q_segments is None or self.kv_segments is None:
             return None, None, lengths
-        return self.q_segments[:, rows], self.kv_segments[:, keys], lengths
+        return self.q_segments[:, rows].contiguous(), self.kv_segments[:, keys].contiguous(), lengths
 
     def options(
         self,
@@ -69,7 +70,7 @@ class Call:
         sinks: Tensor | None = None,
     ) -> tuple[Any, ...]:
         """The arguments behind q, k and v of the ops, for the part with this number."""
-        seed = None if self.seeds is None else self.seeds[number : number + 1]
+        seed = None if self.seeds is None else self.seeds[number, :1]
         window = (window_left, window_right)
         rest = (self.softcap, self.dropout_p, self.backend, self.deterministic)
         return (None, *masks, seed, sinks, self.scale, *window, *rest)
@@ -95,6 +96,8 @@ def backward(
     The probabilities are ``exp(scores - lse)``, and ``rowsum(dout * out) - dlse`` belongs to the query alone
     (Dao, arXiv:2307.08691, section 3.1.2); so the gradients over disjoint sets of keys add up.
     """
+    # the ops read an lse that they wrote, which is contiguous; q, k, v, out and the gradients may be views
+    lse = lse.contiguous()
     dq, dk, dv, _, dsinks = _backward(dout, dlse, q, k, v, out, lse, *options, False, sink_grad)
     return dq, dk, dv, dsinks
 

@@ -238,9 +238,9 @@ def attention(
 
 
 def _seeds(calls: int, layout: Layout, device: torch.device) -> Tensor:
-    """int64 [calls], drawn by torch's generator, and this rank's own where all ranks' generators agree."""
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (layout.size * calls,), dtype=torch.int64, device=device)
-    return drawn[layout.rank * calls : (layout.rank + 1) * calls]
+    """int64 [calls, 2], drawn by torch's generator, and this rank's own where all ranks' generators agree."""
+    shape = (layout.size, calls, 2)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, shape, dtype=torch.int64, device=device)[layout.rank]
 
 
 def ring_cannot(windowed: bool, segmented: bool, has_lengths: bool, has_sinks: bool) -> str | None:
