@@ -30,6 +30,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from streamattn import parallel
 from streamattn.checkpoints import RunTrainer
 
+SHARED_TOLERANCE = 0.05
+"""Of the largest logit: half precision stays far below it, a model that mixes tokens elsewhere far above."""
+
 _IGNORED = -100
 
 
@@ -140,11 +143,11 @@ class SharedTrainer(RunTrainer):
         )
 
 
-def group_of(arguments: TrainingArguments, config: PretrainedConfig, size: int) -> dist.ProcessGroup | None:
+def group_of(arguments: TrainingArguments, size: int) -> dist.ProcessGroup | None:
     """The cp group of this process; None for groups of one. All processes call this.
 
     Raises:
-        ValueError: the processes don't make whole groups, or the model has a loss of its own to add.
+        ValueError: the processes don't make whole groups.
     """
     if size == 1:
         return None
@@ -153,13 +156,17 @@ def group_of(arguments: TrainingArguments, config: PretrainedConfig, size: int) 
             f"context_parallel_size: {arguments.world_size} process(es) make no groups of {size}; launch a "
             f"multiple of {size} with torchrun --nproc-per-node"
         )
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"context_parallel_size: the auxiliary loss of {config.model_type}'s routers is not served with "
-            f"{size}; set output_router_logits to false, or leave the key out"
-        )
     group: Any = dist.new_subgroups(size)[0]
     return group
+
+
+def check_loss(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model that adds a loss of its own to that of the tokens."""
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"context_parallel_size: the auxiliary loss of {config.model_type}'s routers is not served; set "
+            "output_router_logits to false, or leave the key out"
+        )
 
 
 def eval_batches(dataset: Any, batch_size: int, groups: int, group: int) -> Iterator[dict[str, Tensor]]:
@@ -206,3 +213,20 @@ def shared_logits(model: nn.Module, tokens: Tensor, group: dist.ProcessGroup) ->
     with torch.no_grad(), parallel.sharing(tokens.shape[1], group):
         logits = model(**shard_inputs(tokens, group)).logits
     return parallel.unshard(logits, group, seq_len=tokens.shape[1])
+
+
+def compare_shared(model: nn.Module, tokens: Tensor, expected: Tensor, group: dist.ProcessGroup) -> str:
+    """What to say of the difference between `shared_logits` and those of one process.
+
+    Raises:
+        ValueError: it is more than rounding explains.
+    """
+    difference = (shared_logits(model, tokens, group).float() - expected).abs().max().item()
+    size, largest = dist.get_world_size(group), expected.abs().max().item()
+    if not difference <= SHARED_TOLERANCE * largest:
+        raise ValueError(
+            f"context_parallel_size: shared by {size} processes the logits of {type(model).__name__} differ "
+            f"by {difference:.2e} of {largest:.2e}: it mixes tokens outside of its attention; leave the key "
+            "out, or take another model"
+        )
+    return f"the same of {size} processes that share the sequence: {difference:.2e}"

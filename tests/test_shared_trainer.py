@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamattn.shared_trainer import eval_batches, group_of
+from streamattn.shared_trainer import check_loss, eval_batches, group_of
 
 
 class Rows:
@@ -37,16 +37,16 @@ def test_every_row_is_evaluated_once(count: int, groups: int) -> None:
     assert sorted(counted[:, 1].tolist()) == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("processes", "config", "message"),
-    [
-        (3, {}, r"3 process\(es\) make no groups of 2; launch a multiple of 2 with torchrun"),
-        (2, {"output_router_logits": True, "model_type": "mixtral"}, "auxiliary loss of mixtral's routers"),
-    ],
-)
-def test_no_group(processes: int, config: dict[str, Any], message: str) -> None:
-    arguments: Any = SimpleNamespace(world_size=processes)
-    settings: Any = SimpleNamespace(**config)
-    assert group_of(arguments, settings, 1) is None
-    with pytest.raises(ValueError, match=message):
-        group_of(arguments, settings, 2)
+def test_processes_that_make_no_groups() -> None:
+    arguments: Any = SimpleNamespace(world_size=3)
+    assert group_of(arguments, 1) is None
+    with pytest.raises(ValueError, match=r"3 process\(es\) make no groups of 2; launch a multiple of 2"):
+        group_of(arguments, 2)
+
+
+def test_a_loss_of_a_models_own() -> None:
+    config: Any = SimpleNamespace(output_router_logits=True, model_type="mixtral")
+    with pytest.raises(ValueError, match="auxiliary loss of mixtral's routers is not served"):
+        check_loss(config)
+    config.output_router_logits = False
+    check_loss(config)

@@ -71,7 +71,7 @@ def test_four_processes_that_share_sequences_in_pairs_train_as_one(one_output: P
     job = write_job(
         tmp_path,
         max_steps=6,
-        shape=str(_without_dropout(tmp_path)),
+        shape=str(without_dropout(tmp_path)),
         context_parallel_size=2,
         gradient_checkpointing=True,
     )

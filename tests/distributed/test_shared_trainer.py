@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from patches import patch_model, patch_report
 from streamattn import parallel
-from streamattn.shared_trainer import shard_inputs, shared_logits, token_loss
+from streamattn.shared_trainer import compare_shared, shard_inputs, shared_logits, token_loss
 from tests.hf_models import FAMILIES, build, tokens
 
 pytestmark = [
@@ -87,6 +87,19 @@ def check(family: str, length: int) -> None:
     assert same(found, expected), family
 
 
+def check_mixing() -> None:
+    """A model that mixes tokens outside of its attention layers is found out."""
+    model = patch_model(build("gpt2", "sdpa")).eval()
+    model.transformer.ln_f.register_forward_hook(lambda layer, args, out: out + out.cumsum(dim=1))
+    ids = tokens(2, 24)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(
+        ValueError, match=r"of GPT2LMHeadModel differ by .* mixes tokens outside of its attention"
+    ):
+        compare_shared(model, ids, expected, world())
+
+
 def check_dropout(family: str) -> None:
     """Checkpointed layers are computed again with the same masks, and on shards."""
     inputs = {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
@@ -126,6 +139,7 @@ def run(rank: int, store: str) -> None:
             check(family, 27)  # with padding
             check_dropout(family)
         check_refusals()
+        check_mixing()
         dist.barrier()
     finally:
         dist.destroy_process_group()
