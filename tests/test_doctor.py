@@ -67,6 +67,7 @@ def test_nothing_is_wrong(environment: dict[str, str], machine: Machine) -> None
     ],
 )
 def test_half_a_launch_prints_the_right_line(environment: dict[str, str], missing: str) -> None:
+    """EleutherAI/cookbook#59."""
     finding = only(found(environment, config="configs/x.yaml"))
     assert finding.fatal
     assert missing in finding.problem

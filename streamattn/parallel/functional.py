@@ -180,11 +180,10 @@ def attention(
     if sinks is not None:
         sinks = functional.resolve_sinks(sinks, q, 4)
     if kv_lengths is not None:
-        whole = k[:, :, :1].expand(-1, -1, layout.seq_len, -1)
-        kv_lengths = functional.resolve_lengths(kv_lengths, whole, 4)
+        kv_lengths = functional.resolve_lengths(kv_lengths, q, layout.seq_len, 4)
     segments = None
     if segment_ids is not None:
-        segments = functional.resolve_segments(segment_ids, q, k, 4)
+        segments = functional.resolve_segments(segment_ids, q, k.shape[2], 4)
     windowed = window_left != UNBOUNDED or window_right not in (0, UNBOUNDED)
     reason = ring_cannot(windowed, segments is not None, kv_lengths is not None, sinks is not None)
     if mode == "auto":

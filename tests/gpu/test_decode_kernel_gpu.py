@@ -15,7 +15,7 @@ from streamattn.kernels import decode
 from streamattn.pattern import UNBOUNDED
 from tests.cases import MASKS, Case, Inputs, Result, expected, judge, paged, run
 from tests.gpu.peers import compare
-from tests.peers import rounded
+from tests.rounding import rounded
 
 pytestmark = pytest.mark.gpu
 

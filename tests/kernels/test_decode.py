@@ -17,7 +17,7 @@ from streamattn.pattern import UNBOUNDED
 from tests.cases import Case, Inputs, Result, expected, judge, paged
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
-from tests.peers import rounded
+from tests.rounding import rounded
 
 OPTIONS: dict[str, list[Any]] = {
     "splits": [1, 2, 5],

@@ -16,7 +16,7 @@ from tests.cases import Case, Inputs, Result, expected, judge, keep_of, run
 from tests.kernels.test_forward import LIMITED, case_of, visible_tiles
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
-from tests.peers import rounded
+from tests.rounding import rounded
 
 
 @pytest.fixture
