@@ -153,7 +153,7 @@ def attention(
     scale, softcap, dropout_p = functional.check_options(
         causal, scale, softcap, dropout_p, deterministic, backend
     )
-    functional.check_qkv(q, k, v)
+    functional.check_qkv(q, k, v, paged=False)
     if q.dim() != 4:
         raise ValueError(f"q, k, v must be 4-D here, got {q.dim()} dimensions; add what is missing")
     if torch.is_autocast_enabled(q.device.type):
