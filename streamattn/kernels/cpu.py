@@ -142,6 +142,19 @@ def _only_seen(x: Tensor, kept: Tensor | None) -> Tensor:
     return torch.where(kept, x, 0.0)
 
 
+def _may_weigh_nothing(out: Tensor, lse: Tensor) -> bool:
+    """Whether a row may have no score above -inf: the fused kernel gives it an ``lse`` and an out of 0."""
+    suspects = lse == 0.0
+    return bool(suspects.any()) and bool((suspects & (out == 0.0).all(dim=3)).any())
+
+
+def _weighs_nothing(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Rows of a strip whose scores are all -inf, bool [B, Hq, m]: hidden, or below what floats can hold."""
+    q, k = q.to(bias.dtype), k.to(bias.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(2, 3) * scale + bias
+    return scores.masked_fill(bias == -math.inf, -math.inf).amax(dim=3) == -math.inf
+
+
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Adds a key without a value, seen by every row, to the sums of the softmax; changes out in place."""
     if sinks is None:
@@ -173,7 +186,8 @@ def attention_forward(
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
         out, lse = _flash(q, k, v, 0.0, not _sees_all(q, window_right), scale=scale)
-        return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
+        if not _may_weigh_nothing(out, lse):
+            return _with_sinks(_stored_heads_last(out), lse.contiguous(), sinks)
     out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     harmless = _harmless(q, k, v, scale)
@@ -184,6 +198,8 @@ def attention_forward(
             q[:, :, rows], k_strip, v_strip, 0.0, False, attn_mask=bias, scale=scale
         )
         nothing = ~seen.any(dim=3)
+        if _may_weigh_nothing(out_strip, lse_strip.masked_fill(nothing, -math.inf)):
+            nothing = nothing | _weighs_nothing(q[:, :, rows], k_strip, bias, scale)
         out[:, :, rows] = out_strip.masked_fill(nothing.unsqueeze(-1), 0.0)
         lse[:, :, rows] = lse_strip.masked_fill(nothing, -math.inf)
     return _with_sinks(out, lse, sinks)
@@ -215,6 +231,7 @@ def attention_backward(
     q, k, v = _rows_apart(q), _rows_apart(k), _rows_apart(v)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     if _is_plain(q, k, masks, scale, window_left, window_right):
+        lse = lse.masked_fill(lse == -math.inf, 0.0)  # such a row has no weights: exp(-inf - 0) is 0
         dq, dk, dv = _flash_backward(
             dout, q, k, v, out, lse, 0.0, not _sees_all(q, window_right), scale=scale
         )
@@ -226,7 +243,8 @@ def attention_backward(
     for rows, keys, seen, bias in _strips(q, k, *masks, window_left, window_right):
         nothing = ~seen.any(dim=3)
         q_strip, dout_strip = (x[:, :, rows].masked_fill(nothing.unsqueeze(-1), 0.0) for x in (q, dout))
-        lse_strip = lse[:, :, rows].masked_fill(nothing, 0.0)
+        lse_strip = lse[:, :, rows]
+        lse_strip = lse_strip.masked_fill(nothing | (lse_strip == -math.inf), 0.0)
         # a row that is NaN for a key it sees is so for the others, and would enter their gradients
         exact = every_key_harmless and bool(lse_strip.isfinite().all())
         kept = None if exact else _kept(seen, k.shape[1])

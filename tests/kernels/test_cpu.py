@@ -131,3 +131,25 @@ def test_rows_that_share_memory(options, length, step, name, dtype):
     dq, dk, dv = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
     del want.tensors["lse"]
     judge(Result({"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}), want, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": 3}, {"sinks": torch.zeros(2)}, {"window_size": (300, 0)}],
+)
+def test_rows_whose_scores_are_all_below_what_floats_can_hold(options, dtype):
+    """Every second query; those of the others are 0, so that ``lse`` is 0, too, where one key is seen."""
+    large = 1e200 if dtype == torch.float64 else 1e25
+    q = torch.zeros(1, 2, 600, 16, dtype=dtype)
+    q[:, :, ::2] = large
+    k = torch.full((1, 1, 600, 16), -large, dtype=dtype)
+    v = torch.zeros(1, 1, 600, 16, dtype=dtype)
+    results = {}
+    for backend in ("sdpa", "reference"):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = attention(*tensors, **options, return_lse=True, backend=backend)
+        results[backend] = [out, lse, *torch.autograd.grad(out, tensors, torch.ones_like(out))]
+    torch.testing.assert_close(results["sdpa"], results["reference"], rtol=0.02, atol=1e-3)
+    if "sinks" not in options:
+        assert (results["sdpa"][1][:, :, ::2] == -torch.inf).all()
