@@ -8,8 +8,8 @@ layers are causal under any mask. Attention weights, when asked for, are those b
 Layout: q, k, v are [B, H, T, D] views of the fused projection's output, read in place; the output's heads
 merge as a view.
 
-Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
-reads those rows.
+Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values. A loss
+reads one such row: labels are shifted, so the last place of left padding predicts the first token.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ since other libraries replace it there; projections and norms are called as modu
 
 Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
 
-Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values; nobody
-reads those rows. Attention weights, when asked for, are those before dropout.
+Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values. A loss
+reads one such row: labels are shifted, so the last place of left padding predicts the first token. Attention
+weights, when asked for, are those before dropout.
 """
 
 from __future__ import annotations
