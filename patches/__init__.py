@@ -65,8 +65,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.patched)} attention layers patched, {len(self.skipped)} not"]
-        lines += [f"  {name}: {cls}" for name, cls in self.patched.items()]
-        lines += [f"  {name}: not patched, {reason}" for name, reason in self.skipped.items()]
+        lines += [f"  {_shown(name)}: {cls}" for name, cls in self.patched.items()]
+        lines += [f"  {_shown(name)}: not patched, {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 
 
@@ -89,11 +89,14 @@ def patch_model(
         The same object.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `filter_fn` no function.
         ValueError: nothing to patch was found, or, when strict, a selected layer can't be served.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model expected a torch.nn.Module, got {type(model).__name__}")
+    _check_module("patch_model", model)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn must be a function (module, name) -> bool, got {filter_fn!r}; None selects all layers"
+        )
     swaps: list[nn.Module] = []
     adopted: list[nn.Module] = []
     refused: dict[str, str] = {}
@@ -112,7 +115,7 @@ def patch_model(
             else:
                 swaps.append(layer)
     if refused and (strict or not matched):
-        listing = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        listing = "".join(f"\n  {_shown(name)}: {reason}" for name, reason in refused.items())
         raise ValueError(
             f"these attention layers of {type(model).__name__} can't be patched:{listing}\n"
             "leave them out with filter_fn, or pass strict=False to patch the others if there are any"
@@ -151,16 +154,18 @@ def unpatch_model(model: Model) -> Model:
         The same object.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: a patched layer has been given a class that is neither the patch's nor torch's; the model
             is left unchanged.
     """
+    _check_module("unpatch_model", model)
     stuck = {
         name: cls
         for name, layer in _attention_layers(model)
         if (replacement := replacement_of(layer)) and (cls := foreign_subclass(type(layer), replacement))
     }
     if stuck:
-        listing = "".join(f"\n  {name}: {path_of(cls)}" for name, cls in stuck.items())
+        listing = "".join(f"\n  {_shown(name)}: {path_of(cls)}" for name, cls in stuck.items())
         raise ValueError(
             f"these patched layers of {type(model).__name__} have been given another class since, which may "
             f"do more than the patch's:{listing}\n"
@@ -189,7 +194,11 @@ def patch_report(model: nn.Module) -> PatchReport:
 
     Returns:
         The report; printed, it lists every attention layer.
+
+    Raises:
+        TypeError: `model` is not a module.
     """
+    _check_module("patch_report", model)
     patched, skipped = {}, {}
     for name, layer in _attention_layers(model):
         if is_patched(layer):
@@ -198,6 +207,18 @@ def patch_report(model: nn.Module) -> PatchReport:
         else:
             skipped[name] = _unsupported(layer) or "patch_model was not called for it"
     return PatchReport(patched, skipped)
+
+
+def _check_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function} expected a torch.nn.Module, got {type(model).__name__}; pass the model itself"
+        )
+
+
+def _shown(name: str) -> str:
+    """A layer's name in messages: that of the root of `named_modules` is empty."""
+    return name or "(the model itself)"
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -243,7 +264,7 @@ def _unsupported(layer: nn.Module) -> str | None:
         dropout = getattr(layer, name, 0.0)
         dropout = getattr(dropout, "p", dropout)
         if isinstance(dropout, (int, float)) and not 0.0 <= dropout < 1.0:
-            return f"its dropout must be a probability in [0, 1), got {dropout}"
+            return f"its dropout must be a probability in [0, 1), got {dropout}; set it to 0.0 for none"
     if uses_interface(layer):
         return _interface.unsupported(layer)
     original = listed_class(layer)

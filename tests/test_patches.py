@@ -294,8 +294,24 @@ def test_a_subclass_is_not_taken_for_the_class(family: str) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "gpt2", [nn.Linear(1, 1)]])
 def test_not_a_module(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
-        patch_model(wrong)
+    for function in (patch_model, unpatch_model, patch_report):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__} expected a torch\.nn\.Module, got .*; pass"
+        ):
+            function(wrong)
+
+
+def test_not_a_filter(family: str) -> None:
+    filter_fn: Any = "h.0"
+    with pytest.raises(TypeError, match=r"filter_fn must be a function .*, got 'h\.0'; None selects"):
+        patch_model(build(family), filter_fn=filter_fn)
+
+
+def test_a_layer_that_is_the_whole_model_has_a_name() -> None:
+    layer = nn.MultiheadAttention(8, 2, dropout=1.0)
+    with pytest.raises(ValueError, match=r"\n  \(the model itself\): its dropout must .*; set it to 0\.0"):
+        patch_model(layer)
+    assert "\n  (the model itself): not patched, its dropout" in str(patch_report(layer))
 
 
 def test_an_argument_renamed_by_a_release_is_a_reason(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
