@@ -31,7 +31,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     """Raises unless q, k and v are dense tensors of matching shapes on one device.
 
     Where k and v are paged, their first dimension is that of the pages.
@@ -86,6 +86,11 @@ def rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.contiguous()
 
 
+def _is_integral(value: object) -> bool:
+    """Whether a value is of a type of integers, Python's or numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """Widths (left, right) to each side, `UNBOUNDED` where open."""
     if window_size is None:
@@ -95,11 +100,15 @@ def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> t
         "or a pair (left, right), -1 = unbounded"
     )
     if isinstance(window_size, bool) or not isinstance(window_size, (*_INTEGERS, tuple, list)):
+        if _is_integral(window_size):
+            return resolve_window(int(window_size), causal)
         raise TypeError(f"window_size must be an int or a pair of ints, got {window_size!r}; {remedy}")
     if isinstance(window_size, (tuple, list)):
         if len(window_size) != 2:
             raise ValueError(f"window_size must have two entries, got {window_size!r}; {remedy}")
         if not all(isinstance(side, _INTEGERS) and not isinstance(side, bool) for side in window_size):
+            if all(map(_is_integral, window_size)):
+                return resolve_window((int(window_size[0]), int(window_size[1])), causal)
             raise TypeError(f"window_size entries must be ints, got {window_size!r}; {remedy}")
         left, right = window_size
         if left < -1 or right < -1:
@@ -273,6 +282,7 @@ def check_options(
     scale: float | None,
     softcap: float | None,
     dropout_p: float,
+    return_lse: bool,
     deterministic: bool | None,
     backend: str,
 ) -> tuple[float | None, float, float]:
@@ -283,6 +293,8 @@ def check_options(
         )
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}; convert it with bool")
+    if return_lse is not False and return_lse is not True:
+        raise TypeError(f"return_lse must be True or False, got {return_lse!r}; convert it with bool")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(
             f"deterministic must be True, False or None, got {deterministic!r}; None is PyTorch's own setting"
@@ -423,7 +435,9 @@ def attention(
         NotImplementedError: an input carries a forward-mode tangent, or one needs a gradient beside a
             ``block_table``.
     """
-    scale, softcap, dropout_p = check_options(causal, scale, softcap, dropout_p, deterministic, backend)
+    scale, softcap, dropout_p = check_options(
+        causal, scale, softcap, dropout_p, return_lse, deterministic, backend
+    )
     window_left, window_right = resolve_window(window_size, causal)
 
     kind = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -402,6 +403,14 @@ def test_a_window_of_w_is_w_visible_keys():
     torch.testing.assert_close(out[0, 0, :, 0], torch.tensor(want))
     assert torch.equal(out, attention(ones, ones, values, window_size=(3, 0)))
     assert torch.equal(out, attention(ones, ones, values, window_size=4, causal=True))
+
+
+def test_numbers_of_numpy_are_numbers():
+    """As PyTorch's own functions take them."""
+    inputs = Case().build()
+    for given, want in ((np.int64(3), 3), ((np.int32(2), np.int64(-1)), (2, -1)), ([np.int64(2), 1], (2, 1))):
+        got = attention(inputs.q, inputs.k, inputs.v, window_size=given, scale=np.float32(0.5))
+        assert torch.equal(got, attention(inputs.q, inputs.k, inputs.v, window_size=want, scale=0.5))
 
 
 def test_causal_cuts_a_two_sided_window_on_the_right():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 
-import numpy
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,7 +61,7 @@ PAGED = {
 
 # name -> (error, changes to the legal arguments, words that the message must hold: what it wants and got)
 BAD = {
-    "q is an array": (TypeError, {"q": numpy.zeros((2, 4, 8, 16))}, ["q", "Tensor", "ndarray"]),
+    "q is an array": (TypeError, {"q": np.zeros((2, 4, 8, 16))}, ["q", "Tensor", "ndarray"]),
     "k is None": (TypeError, {"k": None}, ["k", "Tensor", "None"]),
     "q is integer": (TypeError, {"q": INT_Q}, ["q", "float", "int64"]),
     "k is integer": (TypeError, {"k": INT_KV}, ["k", "float", "int32"]),
@@ -113,6 +113,11 @@ BAD = {
         {"k": randn(2, 2, 8, 16).to_sparse()},
         ["k", "dense", "sparse_coo", "k.to_dense()"],
     ),
+    "causal of numpy": (TypeError, {"causal": np.bool_(True)}, ["causal", "True or False", "bool"]),
+    "window of numpy": (ValueError, {"window_size": np.int64(0)}, ["window_size", "positive", "0"]),
+    "window of numpy's bool": (TypeError, {"window_size": np.bool_(True)}, ["window_size", "int"]),
+    "return_lse a string": (TypeError, {"return_lse": "x"}, ["return_lse", "True or False", "'x'"]),
+    "return_lse 1": (TypeError, {"return_lse": 1}, ["return_lse", "True or False", "1"]),
     "window 0": (ValueError, {"window_size": 0}, ["window_size", "positive", "0"]),
     "window negative": (ValueError, {"window_size": -1}, ["window_size", "positive", "-1"]),
     "window side negative": (ValueError, {"window_size": (-2, 0)}, ["window_size", "-1", "(-2, 0)"]),

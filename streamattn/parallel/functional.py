@@ -151,7 +151,7 @@ def attention(
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}; leave it out for 'auto'")
     scale, softcap, dropout_p = functional.check_options(
-        causal, scale, softcap, dropout_p, deterministic, backend
+        causal, scale, softcap, dropout_p, return_lse, deterministic, backend
     )
     functional.check_qkv(q, k, v, paged=False)
     if q.dim() != 4:
