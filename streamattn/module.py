@@ -324,6 +324,7 @@ class StreamMultiHeadAttention(FusedMultiHead):
     - `is_causal=True` needs no mask.
     - With dropout, the returned weights are those before dropout, so that each row still sums to one; torch
       returns them after it. Rates are rounded to 1/256.
+    - Under autocast the returned weights are float32; torch's are of autocast's dtype.
     - Errors about bad input are ValueError or TypeError, not AssertionError.
 
     Args:
@@ -457,7 +458,7 @@ def _check_dropout(dropout: float) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
         raise TypeError(f"dropout must be a number in [0, 1), got {dropout!r}; pass 0.0 for none")
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}")
+        raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}; pass 0.0 for none")
 
 
 def _check_dense(name: str, x: Tensor) -> None:

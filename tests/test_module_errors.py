@@ -25,7 +25,7 @@ from streamattn import StreamMultiHeadAttention
             "multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3",
         ),
         ((8, 4), {"num_kv_heads": 0}, ValueError, "greater than 0"),
-        ((8, 4, 1.0), {}, ValueError, r"dropout .* in \[0, 1\), got 1.0"),
+        ((8, 4, 1.0), {}, ValueError, r"dropout .* in \[0, 1\), got 1\.0; pass 0\.0 for none"),
         ((8, 4, -0.1), {}, ValueError, "dropout"),
         ((8, 4, math.nan), {}, ValueError, r"dropout .* in \[0, 1\), got nan"),
         ((8, 4, None), {}, TypeError, r"dropout must be a number in \[0, 1\), got None; pass 0\.0"),
