@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
@@ -29,6 +30,9 @@ _PACKAGES = ("streamattn", "torch", "triton", "transformers", "accelerate", "ein
 
 def main(argv: Sequence[str] = ()) -> int:
     """Print the report; takes no arguments. Returns the exit status: 1 where a job could not run."""
+    if list(argv) in (["-h"], ["--help"]):
+        print("usage: streamattn info")
+        return 0
     if argv:
         raise SystemExit(f"streamattn info: takes no arguments, got {' '.join(argv)}")
     machine = doctor.look()
@@ -125,3 +129,7 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown (nvidia-smi: {error})"
     return answer.stdout.strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

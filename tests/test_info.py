@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_it_works_without_triton_and_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "backends" in done.stdout
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert info.main([word]) == 0
+    assert capsys.readouterr().out == "usage: streamattn info\n"
+
+
+def test_the_module_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["info", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(info.__file__, run_name="__main__")
+    assert capsys.readouterr().out == "usage: streamattn info\n"
 
 
 def test_it_takes_no_arguments() -> None:
