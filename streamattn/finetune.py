@@ -205,7 +205,7 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
     else:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
-        with _refusing("shape"):
+        with _refusing(f"shape: {job.shape}"):
             try:
                 model = AutoModelForCausalLM.from_config(config)
             except KeyError as error:  # from a table of names, the activations' for one

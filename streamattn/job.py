@@ -27,6 +27,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, TrainingArguments
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from streamattn.data import is_path
@@ -51,6 +52,8 @@ _FROM_ONE_ON = (
     "eval_accumulation_steps",
     "dataloader_prefetch_factor",
 )
+# The only numbers that mean something below 0.
+_BELOW_ZERO = ("max_steps", "save_total_limit", "local_rank", "past_index")
 
 
 class _Loader(yaml.SafeLoader):
@@ -132,8 +135,9 @@ class Job:
             if getattr(self, key) == "":
                 raise ValueError(f"{key}: expected a path or a name, got an empty string; leave the key out")
         if (self.model is None) == (self.shape is None):
+            remedy = "name one of them" if self.model is None else "leave one of them out"
             raise ValueError(
-                f"expected either model or shape, got model={self.model!r} and shape={self.shape!r}"
+                f"expected either model or shape, got model={self.model!r} and shape={self.shape!r}; {remedy}"
             )
         if self.seq_len is not None and self.seq_len < 2:
             raise ValueError(f"seq_len: expected at least 2 tokens, got {self.seq_len}")
@@ -221,12 +225,19 @@ def _parse(text: str) -> tuple[Any, dict[str, Any]]:
         loader.dispose()
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _is_shape(file: Path) -> bool:
+    return file.is_file() and "model_type:" in file.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_yaml(path: Path, shape: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a file and their texts; where there is no such file, others of its kind are named."""
     try:
         values, texts = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        folders = dict.fromkeys(folder.resolve() for folder in (path.parent, _CONFIGS))
+        shipped = _CONFIGS / "shapes" if shape else _CONFIGS
+        folders = dict.fromkeys(folder.resolve() for folder in (path.parent, shipped))
         files = {file.name: file for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
+        files = {name: file for name, file in files.items() if _is_shape(file) == shape}
         stems = {Path(name).stem: file for name, file in files.items()}  # the ending is alike in all of them
         near = [str(stems[name]) for name in difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.4)]
         hint = f"near it: {', '.join(near)}" if near else "pass the path of a YAML that is there"
@@ -259,8 +270,10 @@ def _parse_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, An
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise ValueError(f"expected --key value, got {word!r}")
+            raise ValueError(f"expected --key value, got {word!r}; write --KEY in front of a value")
         key, equals, text = word[2:].partition("=")
+        if not key:
+            raise ValueError(f"expected --key value, got {word!r}; write a key of the YAML behind the --")
         if not equals:
             text = words.pop(0) if words and not words[0].startswith("--") else "true"
         key = key.replace("-", "_")
@@ -298,7 +311,7 @@ def _expand_home(key: str, value: Any) -> Any:
 
 
 def _check_training(values: Mapping[str, Any]) -> None:
-    """Refuse what TrainingArguments takes but would train no step, or measure no loss."""
+    """Refuse what TrainingArguments takes but has no meaning, would train no step, or measure no loss."""
     for key, value in values.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{key}: expected a number, got nan")
@@ -315,6 +328,9 @@ def _check_training(values: Mapping[str, Any]) -> None:
         raise ValueError(f"max_steps: expected at least 1, or -1 to go by num_train_epochs, got {max_steps}")
     if max_steps == -1 and not epochs > 0:
         raise ValueError(f"num_train_epochs: expected more than 0, got {epochs}")
+    for key, value in values.items():
+        if isinstance(value, int | float) and value < 0 and key not in _BELOW_ZERO:
+            raise ValueError(f"{key}: expected a number from 0 on, got {value}; leave the key out")
     if values.get("do_train") is False:
         raise ValueError("do_train: expected true, got false; a job always trains, leave the key out")
     if values.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
@@ -414,14 +430,20 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
     missing = candidates[0 if is_path(name) else -1]
     path = next((candidate for candidate in candidates if candidate.is_file()), missing)
     try:
-        values, _ = _read_yaml(path)
+        values, _ = _read_yaml(path, shape=True)
     except ValueError as error:
         raise ValueError(f"shape: {error}") from None
     if "model_type" not in values:
         raise ValueError(
             f"{path}: expected model_type: gpt2 or another of transformers' model types, got {values}"
         )
-    config = AutoConfig.for_model(str(values.pop("model_type")))
+    model_type = str(values.pop("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        (nearest,) = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1, cutoff=0.0)
+        raise ValueError(
+            f"{path}: model_type: transformers has no {model_type!r}; the nearest is {nearest!r}"
+        )
+    config = AutoConfig.for_model(model_type)
     for key in values:
         # rope_theta moved into rope_parameters in transformers 5; the constructor takes it in either version.
         if not hasattr(config, str(key)) and key != "rope_theta":
@@ -435,9 +457,9 @@ def load_shape(name: str, beside: Path = _CONFIGS) -> PretrainedConfig:
         config = type(config)(**fields)
     except Exception as error:  # releases differ in what a configuration class raises on a wrong value
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    names = ("num_attention_heads", "num_key_value_heads")
-    heads, kv_heads = (getattr(config, name, None) for name in names)
-    for name, count in zip(names, (heads, kv_heads), strict=True):
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    heads, kv_heads, layers = (getattr(config, name, None) for name in names)
+    for name, count in zip(names, (heads, kv_heads, layers), strict=True):
         if isinstance(count, int) and count < 1:
             name = (config.attribute_map or {}).get(name, name)
             raise ValueError(f"{path}: {name}: expected at least 1, got {count}")

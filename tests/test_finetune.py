@@ -199,13 +199,13 @@ def test_patching_changes_the_losses_by_rounding_only(tmp_path: Path) -> None:
         # What Trainer would find only when it begins.
         (["--lr_scheduler_kwargs", "{powr: 2}"], "transformers.Trainer: .*unexpected keyword .*'powr'"),
         (["--adam_beta1", "2"], "transformers.Trainer: Invalid beta parameter at index 0: 2.0"),
-        (["--dataloader_num_workers", "-1"], "transformers.Trainer: num_workers"),
+        (["--dataloader_num_workers", "-1"], "dataloader_num_workers: expected a number from 0 on, got -1"),
         (["--shape", "gpt2-nan"], "no file .*gpt2-nan.yaml.*near it: .*gpt2-nano.yaml"),
         (["--model", "./no-such-model"], r"model: no folder './no-such-model' \(seen from"),
         (["--model", "job.yaml/of/it"], "model: no folder 'job.yaml/of/it'"),
         (["--tokenizer", "./no-such-tokenizer"], r"tokenizer: no folder './no-such-tokenizer' \(seen from"),
         (["--shape", "bert.yaml"], "expected a causal language model, got bert with is_decoder: false"),
-        (["--shape", "odd.yaml"], "shape: .*size"),
+        (["--shape", "odd.yaml"], "shape: odd.yaml: .*size"),
         (
             ["--dataloader_drop_last", "--per_device_train_batch_size", "5000"],
             r"per_device_train_batch_size: expected at most \d+, got 5000: dataloader_drop_last would",

@@ -82,9 +82,9 @@ def test_model_on_the_command_line_takes_the_place_of_shape(tmp_path: Path) -> N
     path = write(tmp_path, "shape: gpt2-nano\n")
     read = read_job([path, "--model", "some/model"])
     assert (read.model, read.shape) == ("some/model", None)
-    with pytest.raises(ValueError, match="either model or shape"):
+    with pytest.raises(ValueError, match=r"either model or shape, .*; leave one of them out"):
         read_job([path, "--model", "some/model", "--shape", "gpt2-nano"])
-    with pytest.raises(ValueError, match="either model or shape"):
+    with pytest.raises(ValueError, match=r"either model or shape, .*; name one of them"):
         read_job([write(tmp_path, "seq_len: 8\n")])
 
 
@@ -160,6 +160,13 @@ def test_the_home_folder_is_expanded_once_for_all(tmp_path: Path, monkeypatch: p
         ("shape: gpt2-nano\nmax_steps: 1:30", [], "max_steps: expected int, got '1:30'"),
         ("shape: gpt2-nano\ngradient_accumulation_steps: 0", [], "steps: expected at least 1, got 0"),
         ("shape: gpt2-nano", ["max_steps", "3"], "expected --key value, got 'max_steps'"),
+        ("shape: gpt2-nano", ["max_steps", "3"], "got 'max_steps'; write --KEY in front"),
+        ("shape: gpt2-nano", ["--"], "expected --key value, got '--'; write a key"),
+        ("shape: gpt2-nano", ["--=3"], "expected --key value, got '--=3'; write a key"),
+        ("shape: gpt2-nano\nweight_decay: -1", [], "weight_decay: expected a number from 0 on, got -1.0; le"),
+        ("shape: gpt2-nano\nmax_grad_norm: -1", [], "max_grad_norm: expected a number from 0 on"),
+        ("shape: gpt2-nano\nsave_steps: -3", [], "save_steps: expected a number from 0 on"),
+        ("shape: gpt2-nano\nwarmup_steps: -5", [], "warmup_steps: expected a number from 0 on"),
         ("shape: gpt2-nano\nmax_steps: 0", [], "max_steps: expected at least 1, or -1 .*, got 0"),
         ("shape: gpt2-nano\nmax_steps: -5", [], "max_steps: expected at least 1, or -1 .*, got -5"),
         ("shape: gpt2-nano\nnum_train_epochs: 0", [], "num_train_epochs: expected more than 0, got 0"),
@@ -257,7 +264,7 @@ def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
         ("n_embd: 24", "expected model_type"),
         ("model_type: gpt2\nn_layers: 2", "GPT2Config has no field 'n_layers'; the nearest is 'n_layer'"),
         ("model_type: gpt2\n3: 4", "GPT2Config has no field 3; the nearest is"),
-        ("model_type: no-such-model", "no-such-model"),
+        ("model_type: gpt-2", "job.yaml: model_type: transformers has no 'gpt-2'; the nearest is 'gpt2'$"),
         ("model_type: [gpt2]", "gpt2"),
         ("model_type: gpt2\nn_layer: two", "n_layer"),
         (
@@ -265,6 +272,8 @@ def test_shapes_are_found_beside_the_config_first(tmp_path: Path) -> None:
             "num_attention_heads: expected a multiple of num_key_value_heads=3, got 4",
         ),
         ("model_type: olmo2\nnum_key_value_heads: 0", "num_key_value_heads: expected at least 1, got 0"),
+        ("model_type: gpt2\nn_layer: -1", "job.yaml: n_layer: expected at least 1, got -1"),
+        ("model_type: olmo2\nnum_hidden_layers: 0", "num_hidden_layers: expected at least 1, got 0"),
         ("model_type: gpt2\nn_head: 0", "n_head: expected at least 1, got 0"),
     ],
 )
@@ -278,6 +287,21 @@ def test_a_missing_shape_names_near_ones() -> None:
         load_shape("gpt2-nan")
     with pytest.raises(ValueError, match=r"shape: no file 'mine/of/gpt2-nan'"):
         load_shape("mine/of/gpt2-nan")
+
+
+def test_a_missing_shape_names_no_jobs(tmp_path: Path) -> None:
+    write(tmp_path, "shape: gpt2-nano\nseq_len: 8", name="mine.yaml")
+    with pytest.raises(ValueError, match="pass the path of a YAML that is there"):
+        load_shape(str(tmp_path / "mines.yaml"))
+    write(tmp_path, "model_type: gpt2", name="mines1.yaml")
+    with pytest.raises(ValueError, match=r"near it: \S*mines1.yaml$"):
+        load_shape(str(tmp_path / "mines.yaml"))
+
+
+@pytest.mark.parametrize("value", [-1, 2])
+def test_a_number_of_checkpoints_may_be_negative(tmp_path: Path, value: int) -> None:
+    path = write(tmp_path, f"shape: gpt2-nano\nsave_total_limit: {value}")
+    assert read_job([path]).training["save_total_limit"] == value
 
 
 @pytest.mark.parametrize("key", ["model", "tokenizer"])
