@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -408,8 +409,10 @@ def test_a_window_of_w_is_w_visible_keys():
 def test_numbers_of_numpy_are_numbers():
     """As PyTorch's own functions take them."""
     inputs = Case().build()
+    scale: Any = np.float32(0.5)
+    given: Any
     for given, want in ((np.int64(3), 3), ((np.int32(2), np.int64(-1)), (2, -1)), ([np.int64(2), 1], (2, 1))):
-        got = attention(inputs.q, inputs.k, inputs.v, window_size=given, scale=np.float32(0.5))
+        got = attention(inputs.q, inputs.k, inputs.v, window_size=given, scale=scale)
         assert torch.equal(got, attention(inputs.q, inputs.k, inputs.v, window_size=want, scale=0.5))
 
 
