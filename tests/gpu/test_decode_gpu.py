@@ -1,23 +1,28 @@
-"""Calls of few queries, which take a short way once one of their kind has been served."""
+"""Calls of few queries, which take a short way once one of their kind has been served: by either kernel."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+import streamattn
 from streamattn import attention, ops
-from streamattn.kernels import decode, launch
+from streamattn.kernels import decode, forward, launch
 from tests.cases import relative_errors
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def nothing_served() -> None:
+@pytest.fixture(autouse=True, params=["triton", "decode"])
+def nothing_served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     ops.KINDS.clear()
+    named = functools.partial(streamattn.attention, backend=request.param)
+    monkeypatch.setattr(sys.modules[__name__], "attention", named)
 
 
 def served() -> list[ops.Kind]:
@@ -76,7 +81,8 @@ def test_no_call_of_a_kind_is_launched_by_triton(monkeypatch):
     first, other = inputs(77), inputs(78)
     attention(*first, causal=True)
     monkeypatch.setattr(launch, "_launch_by_triton", lambda *given: pytest.fail("launched by Triton"))
-    monkeypatch.setattr(decode, "attention_forward", lambda *given: pytest.fail("the long way"))
+    for kernel in (decode, forward):
+        monkeypatch.setattr(kernel, "attention_forward", lambda *given: pytest.fail("the long way"))
     check(*first, causal=True)
     check(*other, causal=True)
 
