@@ -153,7 +153,7 @@ def examine(
             common = [
                 *_nccl(environment, machine, timeout),
                 *_shared_memory(environment, machine),
-                *_interfaces(environment, machine),
+                *_interfaces(environment, machine, True),
             ]
             findings += [replace(finding, fatal=False) for finding in common]
         return _fatal_first(findings)
@@ -164,11 +164,12 @@ def examine(
     if on_gpus:
         findings += _enough_gpus(environment, machine, config)
     if int(environment["WORLD_SIZE"]) > 1:
-        if on_gpus and backend in (None, "nccl"):
+        on_nccl = on_gpus and backend in (None, "nccl")
+        if on_nccl:
             findings += _nccl(environment, machine, timeout)
             if local_processes(environment) > 1:
                 findings += _shared_memory(environment, machine)
-        findings += _interfaces(environment, machine)
+        findings += _interfaces(environment, machine, on_nccl)
         if several_hosts(environment):
             findings += _hosts(environment, machine)
     if not any(finding.fatal for finding in findings):
@@ -344,11 +345,12 @@ def _shared_memory(environment: Mapping[str, str], machine: Machine) -> Iterator
         )
 
 
-def _interfaces(environment: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+def _interfaces(environment: Mapping[str, str], machine: Machine, on_nccl: bool) -> Iterator[Finding]:
     if not machine.interfaces:
         return
     shown = ", ".join(machine.interfaces)
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    # Gloo serves beside NCCL, too.
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")[0 if on_nccl else 1 :]:
         wanted = environment.get(name, "")
         if wanted and not _names_an_interface(wanted, machine.interfaces, prefixes=name.startswith("NCCL")):
             yield Finding(f"{name}={wanted}: expected one of {shown}", f"correct it, or unset {name}")

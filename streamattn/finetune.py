@@ -125,6 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 trainer, checkpoint = build_trainer(job, folder)
         except (ValueError, OSError) as error:
             raise Refused(one_line(error)) from error
+        except RuntimeError as error:
+            if (why := processes.loss(error)) is not None:
+                processes.end(1, lambda: f"streamattn finetune: {why}; give the command again")
+            raise
         try:
             with _stopping(job, folder, trainer):
                 train(trainer, checkpoint, began)

@@ -420,8 +420,9 @@ def attention(
             None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton``, ``hopper``
             (for compute capability 9.0; its backward serves full and causal attention at head dimensions 64
-            and 128, and ``triton``'s the rest) or ``decode`` (up to 16 queries; its backward is
-            ``triton``'s).
+            and 128, and ``triton``'s the rest), ``decode`` (up to 16 queries; its backward is
+            ``triton``'s) or ``wide`` (head dimensions 257 to 8192). ``auto`` takes ``decode`` for paged
+            caches alone, and never ``wide``.
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that

@@ -152,7 +152,7 @@ class Job:
                 f"context_parallel_size: {size} processes share a sequence in patched layers alone; leave "
                 "patch: false out"
             )
-        for key in ("label_smoothing_factor", "torch_compile"):
+        for key in ("label_smoothing_factor", "neftune_noise_alpha", "torch_compile"):
             if size > 1 and self.training.get(key):
                 raise ValueError(
                     f"{key}: not served with context_parallel_size {size}; leave one of them out"

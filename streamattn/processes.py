@@ -154,10 +154,11 @@ def ending_on_sigterm(line: Callable[[], str]) -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    no_signal = 0  # ends the thread: of a pipe that processes forked meanwhile hold, too, no end would come
 
     def wait() -> None:
-        while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM:
+        while (number := os.read(reader, 1)[0]) != no_signal:
+            if number == signal.SIGTERM:
                 end(128 + signal.SIGTERM, line)
 
     handler = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -169,8 +170,10 @@ def ending_on_sigterm(line: Callable[[], str]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(pipe)
         signal.signal(signal.SIGTERM, handler)
-        os.close(writer)
+        os.set_blocking(writer, True)
+        os.write(writer, bytes([no_signal]))
         thread.join()
+        os.close(writer)
         os.close(reader)
 
 

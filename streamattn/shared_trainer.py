@@ -147,7 +147,7 @@ def group_of(arguments: TrainingArguments, size: int) -> dist.ProcessGroup | Non
     """The cp group of this process; None for groups of one. All processes call this.
 
     Raises:
-        ValueError: the processes don't make whole groups.
+        ValueError: the processes don't make whole groups, or batches aren't drawn in each of them.
     """
     if size == 1:
         return None
@@ -156,7 +156,11 @@ def group_of(arguments: TrainingArguments, size: int) -> dist.ProcessGroup | Non
             f"context_parallel_size: {arguments.world_size} process(es) make no groups of {size}; launch a "
             f"multiple of {size} with torchrun --nproc-per-node"
         )
-    group: Any = dist.new_subgroups(size)[0]
+    split = arguments.accelerator_config
+    for key in ("dispatch_batches", "split_batches"):  # one process would deal batches out to all others
+        if getattr(split, key, None):
+            raise ValueError(f"accelerator_config.{key}: not served with context_parallel_size; leave it out")
+    group: Any = dist.new_subgroups(size, timeout=arguments.ddp_timeout_delta)[0]
     return group
 
 

@@ -66,6 +66,7 @@ SHAPES: list[Sizes] = [
     ("causal", 64, 4, 4, CAUSAL),
     ("causal grouped", 64, 8, 4, CAUSAL),
     ("causal uneven grouped", 59, 4, 2, CAUSAL),
+    ("causal few tokens", 3, 4, 4, CAUSAL),
     ("causal 9", 9, 4, 4, CAUSAL),  # with four ranks some chunks are nothing but padding
     ("causal softcap scale", 64, 4, 4, {**CAUSAL, "softcap": 2.0, "scale": 0.5}),
 ]

@@ -187,6 +187,7 @@ def test_interfaces_that_are_not_there(name: str, right: list[str], wrong: list[
         assert finding.fatal
         assert finding.problem == f"{name}={value}: expected one of lo, eth0, ib0"
     assert found(TWO | {name: wrong[0]}, replace(H100, interfaces=())) == [], "the system doesn't tell"
+    assert bool(found(TWO | {name: wrong[0]}, use_cpu=True)) == (name == "GLOO_SOCKET_IFNAME"), "not asked"
 
 
 def test_hosts_that_cannot_meet() -> None:

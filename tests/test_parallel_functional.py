@@ -51,6 +51,10 @@ def test_a_group_of_one(mode: str) -> None:
         ({"mode": "ring", "window_size": 4}, "full and causal attention, and got window_size; use mode="),
         ({"mode": "ring", "segment_ids": torch.zeros(1, 8, dtype=torch.int32)}, "got segment_ids"),
         ({"mode": "ring", "kv_lengths": torch.tensor([8]), "sinks": torch.zeros(2)}, "kv_lengths and sinks"),
+        (
+            {"mode": "ulysses", "segment_ids": tuple(torch.zeros(2, 1, 8, dtype=torch.int32))},
+            "needs one segment_ids tensor",
+        ),
         ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, "attn_mask is not served over several ranks"),
         ({"kv_lengths": torch.tensor([9])}, "kv_lengths must lie in"),
         ({"mode": "replicated", "seq_len": 7}, "k and v must hold seq_len=7 tokens, got 8"),

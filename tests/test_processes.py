@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def test_sigterm_has_a_last_word_also_where_python_waits(monkeypatch: pytest.Mon
     assert word == [143, last_word]
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_processes_that_were_forked_meanwhile_keep_nobody_waiting() -> None:
+    """As DataLoader's workers do, which live as long as their iterator."""
+    with processes.ending_on_sigterm(lambda: "stopped"):
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(30)
+            os._exit(0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
 
 
 def test_what_is_wrong_stops_a_job_and_what_could_be_better_is_said(

@@ -59,10 +59,14 @@ def _version(*distributions: str) -> str:
 
 def _streamattn(backend: str) -> Provider:
     def bind(case: Case, device: torch.device) -> Call:
-        if backend == "triton" and device.type == "cpu":
+        if backend != "auto" and device.type == "cpu":
             raise Unsupported("its kernels need an NVIDIA GPU")
-        if backend == "triton" and case.head_dim > MAX_TRITON_HEAD_DIM:
+        if backend in ("triton", "decode") and case.head_dim > MAX_TRITON_HEAD_DIM:
             raise Unsupported(f"its kernels take head dimensions up to {MAX_TRITON_HEAD_DIM}")
+        if backend == "decode" and case.case != "decode":
+            raise Unsupported("its kernel is for few queries: --cases decode")
+        if backend == "wide" and case.head_dim <= MAX_TRITON_HEAD_DIM:
+            raise Unsupported(f"its kernels take head dimensions above {MAX_TRITON_HEAD_DIM}")
         segments = case.segments(device)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,6 +262,8 @@ def _flex() -> Provider:
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     "streamattn": lambda: _streamattn("auto"),
     "streamattn-portable": lambda: _streamattn("triton"),
+    "streamattn-decode": lambda: _streamattn("decode"),
+    "streamattn-wide": lambda: _streamattn("wide"),
     "fa3": _fa3,
     "fa4": _fa4,
     "sdpa_flash": lambda: _sdpa(SDPBackend.FLASH_ATTENTION),

@@ -179,7 +179,7 @@ def decode_fwd_kernel(
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
     q_rows = b64 * stride_q_b + h64 * stride_q_h + i64 * stride_q_t
-    q = load_rows(q_ptr, q_rows, cols_d, 1, row_mask, HEAD_DIM, BLOCK_D, False)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_ptr, q_rows, cols_d, 1, row_mask, HEAD_DIM, BLOCK_D, False, False)  # [BLOCK_M, BLOCK_D]
 
     # the keys [start, stop) that some query sees are dealt out to the splits in whole tiles
     length = valid_length(kv_lengths_ptr, b, stride_kv_lengths, kv_len, HAS_LENGTHS)
@@ -219,7 +219,7 @@ def decode_fwd_kernel(
         k_rows = key_offsets(
             keys, key_mask, table_ptr, stride_table_p, num_pages, stride_k_b, stride_k_t, PAGE_SIZE
         )
-        k = load_rows(k_ptr, k_rows, cols_d, 1, key_mask, HEAD_DIM, BLOCK_D, False)
+        k = load_rows(k_ptr, k_rows, cols_d, 1, key_mask, HEAD_DIM, BLOCK_D, False, False)
         s = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         if not FOLD_SCALE:
             s *= scale
@@ -249,7 +249,7 @@ def decode_fwd_kernel(
         v_rows = key_offsets(
             keys, key_mask, table_ptr, stride_table_p, num_pages, stride_v_b, stride_v_t, PAGE_SIZE
         )
-        v = load_rows(v_ptr, v_rows, cols_dv, 1, key_mask, HEAD_DIM_V, BLOCK_DV, False)
+        v = load_rows(v_ptr, v_rows, cols_dv, 1, key_mask, HEAD_DIM_V, BLOCK_DV, False, False)
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
         acc = acc * rescale[:, None]

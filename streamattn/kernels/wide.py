@@ -333,7 +333,9 @@ def attention_wide_out_kernel(
         following = min((n_start + BLOCK_N) // TILE_N, last_tile - 1)
         tile_max = tl.load(tile_max_ptr + following.to(tl.int64) * stride_stats_n + local_rows)
         key_mask = (keys >= first_seen) & (keys < length)
-        v = load_rows(v_ptr, keys, cols, stride_v_t, key_mask, HEAD_DIM_V, WIDTH, False)  # [BLOCK_N, BLOCK_D]
+        v = load_rows(
+            v_ptr, keys, cols, stride_v_t, key_mask, HEAD_DIM_V, WIDTH, False, False
+        )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             v = only_weighted(v, p, 0)
         # exact: by a power of two, or by 1 where a row has but one tile
@@ -343,7 +345,7 @@ def attention_wide_out_kernel(
     denominator = tl.where(norm == 0.0, 1.0, norm)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
-    store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V)
+    store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V, False)
     if part == 0:
         tl.store(lse_ptr + rows, (m + tl.log2(l)) * LN2, mask=row_mask)
 

@@ -86,8 +86,8 @@ def attention_wide_delta_kernel(
     delta = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, HEAD_DIM_V, BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
-        out = load_rows(out_ptr, rows, cols, stride_out_t, row_mask, HEAD_DIM_V, 0, False)
-        dout = load_rows(dout_ptr, rows, cols, stride_dout_t, row_mask, HEAD_DIM_V, 0, False)
+        out = load_rows(out_ptr, rows, cols, stride_out_t, row_mask, HEAD_DIM_V, 0, False, False)
+        dout = load_rows(dout_ptr, rows, cols, stride_dout_t, row_mask, HEAD_DIM_V, 0, False, False)
         delta += tl.sum(tl.where(out == 0.0, 0.0, out.to(tl.float32) * dout.to(tl.float32)), 1)
     if HAS_DLSE:
         dlse_ptr += b64 * stride_dlse_b + h64 * stride_dlse_h
@@ -354,11 +354,13 @@ def attention_wide_dq_kernel(
         keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         ds = tl.load(dscores_ptr + local_rows.to(tl.int64)[:, None] * stride_weights_t + keys[None, :])
         key_mask = (keys >= first_seen) & (keys < length)
-        k = load_rows(k_ptr, keys, cols, stride_k_t, key_mask, HEAD_DIM, WIDTH, False)  # [BLOCK_N, BLOCK_D]
+        k = load_rows(
+            k_ptr, keys, cols, stride_k_t, key_mask, HEAD_DIM, WIDTH, False, False
+        )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             k = only_weighted(k, ds, 0)
         dq = dot_add(ds, k, dq, PRECISION)
-    store_rows(dq_ptr, dq * scale, rows, cols, stride_dq_t, rows < q_len, HEAD_DIM)
+    store_rows(dq_ptr, dq * scale, rows, cols, stride_dq_t, rows < q_len, HEAD_DIM, False)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -433,14 +435,14 @@ def attention_wide_dkdv_kernel(
             rows = m_start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
             local_rows = (rows - row_start).to(tl.int64)
             w = tl.load(weights_head_ptr + local_rows[:, None] * stride_weights_t + keys[None, :])
-            x = load_rows(x_head_ptr, rows, cols, stride_x_t, rows < q_len, WIDTH, EVEN, False)
+            x = load_rows(x_head_ptr, rows, cols, stride_x_t, rows < q_len, WIDTH, EVEN, False, False)
             if EMPTY_ROWS:
                 x = only_weighted(x, w, 1)
             dx = dot_add(tl.trans(w), x, dx, PRECISION)
     dx *= factor
     if not FIRST:
-        dx += load_rows(dx_ptr, keys, cols, stride_dx_t, keys < kv_len, WIDTH, EVEN, False)
-    store_rows(dx_ptr, dx, keys, cols, stride_dx_t, keys < kv_len, WIDTH)
+        dx += load_rows(dx_ptr, keys, cols, stride_dx_t, keys < kv_len, WIDTH, EVEN, False, False)
+    store_rows(dx_ptr, dx, keys, cols, stride_dx_t, keys < kv_len, WIDTH, False)
 
 
 def attention_backward(
@@ -471,7 +473,7 @@ def attention_backward(
     num_kv_heads, kv_len, head_dim_v = v.shape[1:]
     group = num_heads // num_kv_heads
     dq, dk, dv = heads_last(q, head_dim), heads_last(k, head_dim), heads_last(v, head_dim_v)
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(lse.shape)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     options = (scale, window_left, window_right, softcap, dropout_p)
     empty_rows = any(x is not None for x in masks) or kv_len - q_len + window_right < 0

@@ -33,8 +33,12 @@ def head_products(
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
-        a = load_rows(a_ptr, rows, cols, stride_a_t, row_mask, HEAD_DIM, WIDTH, False)  # [BLOCK_M, BLOCK_D]
-        b = load_rows(b_ptr, keys, cols, stride_b_t, key_mask, HEAD_DIM, WIDTH, False)  # [BLOCK_N, BLOCK_D]
+        a = load_rows(
+            a_ptr, rows, cols, stride_a_t, row_mask, HEAD_DIM, WIDTH, False, False
+        )  # [BLOCK_M, BLOCK_D]
+        b = load_rows(
+            b_ptr, keys, cols, stride_b_t, key_mask, HEAD_DIM, WIDTH, False, False
+        )  # [BLOCK_N, BLOCK_D]
         s = dot_add(a, tl.trans(b), s, PRECISION)
     return s
 
@@ -66,7 +70,7 @@ def scores(
 ):
     """Scores in base 2 from products s [M, N], -inf where a pair is hidden.
 
-    inside: whether every query sees every key by the rule of windows and lengths, as `whole_tile` says.
+    inside: whether every query sees every key by the rule of windows and lengths (`pattern.kv_span_full`).
     """
     if FOLD_SCALE:
         s *= scale * LOG2E

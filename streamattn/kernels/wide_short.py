@@ -239,11 +239,13 @@ def attention_wide_short_kernel(
     p = p.to(v_ptr.dtype.element_ty)
     for start in range(part * SLICE, min(part * SLICE + SLICE, HEAD_DIM_V), BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
-        v = load_rows(v_ptr, keys, cols, stride_v_t, key_mask, HEAD_DIM_V, WIDTH, False)  # [BLOCK_N, BLOCK_D]
+        v = load_rows(
+            v_ptr, keys, cols, stride_v_t, key_mask, HEAD_DIM_V, WIDTH, False, False
+        )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             v = only_weighted(v, p, 0)
         acc = tl.dot(p, v, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
-        store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V)
+        store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V, False)
 
 
 def parts_of(q: Tensor, k: Tensor) -> int:

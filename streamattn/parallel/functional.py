@@ -184,10 +184,18 @@ def attention(
     segments = None
     if segment_ids is not None:
         segments = functional.resolve_segments(segment_ids, q, k.shape[2], 4)
+    paired = segments is not None and segments[0] is not segments[1]
     windowed = window_left != UNBOUNDED or window_right not in (0, UNBOUNDED)
     reason = ring_cannot(windowed, segments is not None, kv_lengths is not None, sinks is not None)
     if mode == "auto":
         mode = choose_mode(q, k, v, layout, reason is None)
+        if mode == "ulysses" and paired:
+            mode = "gather"
+    if mode == "ulysses" and paired:
+        raise ValueError(
+            "mode='ulysses' needs one segment_ids tensor, for it sends queries and keys to the same ranks, "
+            "and got a pair; use mode='gather'"
+        )
     if mode == "ring" and reason is not None:
         raise ValueError(f"mode='ring' can't serve this call: {reason}; use mode='gather'")
     if mode == "ulysses" and q.shape[1] % layout.size:

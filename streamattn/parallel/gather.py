@@ -178,7 +178,7 @@ def _each_group(ctx: Any, k: Tensor, v: Tensor):
         return
     call: Call = ctx.call
     stop = max((span.keys.stop for span in ctx.spans), default=0)
-    chunks = -(-stop // call.layout.chunk)
+    chunks = max(-(-stop // call.layout.chunk), 1)  # one for a rank of padding alone, too
 
     def start(group: int) -> _Heads:
         heads = _heads(k, ctx.groups, group)

@@ -24,9 +24,10 @@ _shared: Shared | None = None
 def sharing(seq_len: int, group: dist.ProcessGroup | None = None, mode: str = "auto") -> Iterator[None]:
     """Let the attention of patched models go over a group of ranks: `parallel.attention`, with their options.
 
-    Inside, a model is given what `shard` makes of its ids and `positions` for their places, on every rank of
-    the group, without cache, padding or packed documents. It is so for the whole process, as autograd
-    recomputes checkpointed layers in threads of its own: backward belongs inside, too.
+    Inside, a model is given what `shard` makes of its ids, `positions` for their places, and an attention
+    mask of ones, without which transformers takes the step between a rank's two chunks for a new document;
+    on every rank of the group, without cache, padding or packed documents. It is so for the whole process, as
+    autograd recomputes checkpointed layers in threads of its own: backward belongs inside, too.
 
     Args:
         seq_len: tokens of the whole sequence.

@@ -115,11 +115,11 @@ def test_a_graph_follows_lengths_and_pages():
     lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
     table = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
     options: dict[str, Any] = {"kv_lengths": lengths, "block_table": table, "causal": True}
-    attention(q, k, v, **options)
+    attention(q, k, v, **options, backend="decode")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(q, k, v, **options)
+        out = attention(q, k, v, **options, backend="decode")
     for filled in ((1, 256), (200, 0), (17, 16)):
         lengths.copy_(torch.tensor(filled))
         table.copy_(torch.randperm(40)[:32].view(2, 16))
@@ -137,7 +137,7 @@ def test_it_waits_for_no_device(paged_cache):
         options["block_table"] = torch.tensor([[0], [1]], device="cuda", dtype=torch.int32)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attention(q, k, v, **options)
+        attention(q, k, v, **options, backend="decode")
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -146,14 +146,14 @@ def test_two_streams_at_once():
     """Nothing is shared between calls: each has parts of its own."""
     calls = [torch.randn(3, 1, 4, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     caches = [torch.randn(2, 1, 4, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [attention(q[0], *kv) for q, kv in zip(calls, caches, strict=True)]
+    want = [attention(q[0], *kv, backend="decode") for q, kv in zip(calls, caches, strict=True)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     got = [[], []]
     for _ in range(20):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                got[n].append(attention(calls[n][0], *caches[n]))
+                got[n].append(attention(calls[n][0], *caches[n], backend="decode"))
     torch.cuda.synchronize()
     assert all(torch.equal(x, want[n]) for n in (0, 1) for x in got[n])
 
@@ -163,7 +163,7 @@ def test_offsets_beyond_32_bits():
     k = torch.zeros(3, 1, (1 << 30) // 64, 64, device="cuda", dtype=torch.bfloat16)
     k[2, :, -1] = 1.0
     q = torch.ones(3, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-    out = attention(q, k, k, scale=100.0)
+    out = attention(q, k, k, scale=100.0, backend="decode")
     assert torch.equal(out[:, 0, 0, 0].float().cpu(), torch.tensor([0.0, 0.0, 1.0]))
     table = torch.tensor([[2], [0], [1]], device="cuda", dtype=torch.int32)
     lengths = torch.full((3,), k.shape[2], device="cuda")

@@ -115,7 +115,7 @@ def test_memory_is_linear_in_the_number_of_tokens():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        attention(q, k, v).sum().backward()
+        attention(q, k, v, backend="wide").sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     linear = 16384 * 512 * 2  # bytes of a tensor
     assert peaks[1] < 2 * tiles.WIDE_WORKSPACE_BYTES + 16 * linear
@@ -125,10 +125,10 @@ def test_memory_is_linear_in_the_number_of_tokens():
 @pytest.mark.parametrize("size", [16, 64, 512])
 def test_cuda_graphs_capture(size):
     q, k, v = (torch.randn(1, 4, size, 1024, device="cuda") for _ in range(3))
-    want = attention(q, k, v)
+    want = attention(q, k, v, backend="wide")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(q, k, v)
+        out = attention(q, k, v, backend="wide")
     out.zero_()
     graph.replay()
     assert torch.equal(out, want)
@@ -140,5 +140,6 @@ def test_offsets_beyond_32_bits():
     large = torch.empty(3 * (1 << 30) + 64 * 8192, device="cuda", dtype=torch.bfloat16)
     k = large.as_strided((1, 4, 64, 8192), (0, 1 << 30, 8192, 1))
     k.copy_(torch.randn(1, 4, 64, 8192, device="cuda"))
-    got, want = attention(q, k, k), attention(q, k.contiguous(), k.contiguous())
+    got = attention(q, k, k, backend="wide")
+    want = attention(q, k.contiguous(), k.contiguous(), backend="wide")
     assert torch.equal(got, want)

@@ -19,7 +19,6 @@ INTERPRETED = [
     "test_hopper_emulated.py",
     "test_decode.py",
     "test_decode_launch.py",
-    "test_hopper_backward_rows.py",
     "test_launch.py",
     "test_launch_arguments.py",
     "test_mask_gradient.py",
