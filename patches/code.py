@@ -82,15 +82,6 @@ def mask_makers(cls: type[nn.Module]) -> set[str]:
     return set() if code is None else {name for name in names(code) if name in _MASK_MAKERS}
 
 
-def tells_positions(cls: type[nn.Module]) -> bool:
-    """Whether a module's `forward` tells positions to the functions of `mask_makers`."""
-    code = code_of(cls)
-    if code is None or not mask_makers(cls):
-        return False
-    keywords = [constant for constant in code.co_consts if isinstance(constant, tuple)]
-    return any({"config", "position_ids"} <= set(names) for names in keywords)
-
-
 def hands_mask_on(cls: type[nn.Module]) -> bool:
     """Whether a layer hands its mask to the attention function without looking at it or making another."""
     code = code_of(cls)

@@ -183,8 +183,8 @@ def update_cache(
 def document_starts(given: dict[str, Any]) -> Tensor | None:
     """Where a decoder's arguments say that documents start, by positions that start again within a row.
 
-    With a cache or a mask of ones HuggingFace tells none, although models make a cache by default
-    (huggingface/transformers#46634); without both it takes a gap for a start, too, which is left to it.
+    HuggingFace tells them so too, but not with a cache or a mask of ones, although models make a cache by
+    default (huggingface/transformers#46634).
 
     Args:
         given: The arguments by name.
@@ -206,22 +206,6 @@ def document_starts(given: dict[str, Any]) -> Tensor | None:
     ):
         return None
     return compact.document_starts(positions, mask) if is_fresh(cache_of(given)) else None
-
-
-def has_cache(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a model has a cache when it makes its masks: one that came, or one that it makes.
-
-    Args:
-        model: The model.
-        given: Its arguments by name.
-    """
-    if cache_of(given) is not None:
-        return True
-    wanted = given.get("use_cache")
-    if wanted is None:
-        wanted = setting(model.config, "use_cache")
-    checkpoints = getattr(model, "gradient_checkpointing", False) and model.training
-    return bool(wanted) and not (checkpoints and torch.is_grad_enabled())
 
 
 def is_fresh(cache: Any) -> bool:

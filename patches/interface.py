@@ -61,8 +61,8 @@ _TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 PlainMasks = Literal["any positions", "no positions"] | None
 """When a module's masks hide nothing but later keys, if it gets none and has no cache.
 
-"any positions": whatever positions it gets, as long as none start again; "no positions": if it gets none;
-None: it may make masks of another kind, or look at its own.
+"any positions": whatever positions it gets, as long as none start again; "no positions": if it gets none, so
+that transformers' reading of gaps stays; None: it may make masks of another kind, or look at its own.
 """
 
 # Of the names of modules: up to a place inside the innermost numbered block, and the numbers.
@@ -261,8 +261,7 @@ def adopt(model: nn.Module, layers: Iterable[nn.Module], attention_layers: Itera
     for module in model.modules():
         names = _document_arguments(module)
         if names and not _document_hooks(module) and any(map(_takes_compact_masks, module.modules())):
-            tells_positions = code.tells_positions(type(module))
-            hook = partial(keep_documents_apart, names, _plain_masks(module), tells_positions)
+            hook = partial(keep_documents_apart, names, _plain_masks(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -374,22 +373,16 @@ def _hand_out_views(model: nn.Module, attention_layers: set[nn.Module]) -> None:
 
 
 def keep_documents_apart(
-    names: tuple[str, ...],
-    plain_masks: PlainMasks,
-    tells_positions: bool,
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    names: tuple[str, ...], plain_masks: PlainMasks, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a model that makes masks: documents packed into a row become a compact mask.
 
-    They are told as `hf.document_starts` says, but where there is neither cache nor mask: there transformers
-    has a rule of its own, by which a document starts wherever positions don't go on by 1.
+    They are told as `hf.document_starts` says. HuggingFace takes a gap in the positions for a start too, if
+    there is neither cache nor mask, and takes every row for a packed one in a graph.
 
     Args:
         names: the model's arguments, in order.
         plain_masks: when the masks that the model makes hide nothing but later keys.
-        tells_positions: whether it tells positions to transformers' functions for masks.
         model: the model.
         args: its arguments by position.
         kwargs: its arguments by name.
@@ -401,8 +394,6 @@ def keep_documents_apart(
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if tells_positions and mask is None and positions is not None and not hf.has_cache(model, given):
-        return None
     starts = hf.document_starts(given)
     # Where no value may be read, every row is taken for a packed one, which is right for others too.
     if starts is not None and not (compact.readable(mask, positions) and not bool(starts.any())):
@@ -430,7 +421,7 @@ def make_mask(
     Returns:
         The arguments with the mask that transformers' own function makes, or None to leave them as they are.
     """
-    changed = keep_documents_apart(names, "any positions", False, model, args, kwargs)
+    changed = keep_documents_apart(names, "any positions", model, args, kwargs)
     if changed is not None or masking_utils is None:
         return changed
     given = {**dict(zip(names, args, strict=False)), **kwargs}

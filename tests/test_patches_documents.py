@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patches.gpt2
 import patches.hf
-from patches import code, compact, patch_model, unpatch_model
+from patches import compact, patch_model, unpatch_model
 from tests import hf_families, hf_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -80,61 +80,6 @@ def test_one_row_of_positions_serves_all_rows(models: tuple[Any, Any], wrapped: 
     call = {"attention_mask": mask, "position_ids": torch.arange(9)[None], "use_cache": False}
     got, want = wrapped(patched)(ids, **call).logits, model(ids, **call).logits
     assert hf_models.error_where(mask, got, want) < hf_models.TOLERANCE
-
-
-STEPS = [
-    [0, 1, 2, 9, 10, 20, 21],
-    [3, 0, 6, 1, 5, 2, 4],
-    [0, 1, 2, 0, 1, 5, 6],
-    [5, 6, 7, 7, 8, 2, 3],
-    [0] * 7,
-    [*range(7)],
-]
-
-
-def skip_without_positions(model: Any) -> None:
-    if not code.tells_positions(type(model.base_model)):
-        pytest.skip("this release makes the masks of this family without regard to positions")
-
-
-@pytest.mark.parametrize("wrapped", [lambda model: model, in_a_graph], ids=["eager", "compiled"])
-def test_without_mask_and_cache_documents_are_those_of_transformers(
-    models: tuple[Any, Any], wrapped: Any
-) -> None:
-    """They start wherever positions don't go on by 1."""
-    patched, model = models
-    skip_without_positions(model)
-    patched = wrapped(patched)
-    ids = hf_models.tokens(2, 7)
-    for positions in STEPS:
-        call = {"position_ids": torch.tensor([positions]), "use_cache": False}
-        error = hf_models.error_where(None, patched(ids, **call).logits, model(ids, **call).logits)
-        assert error < hf_models.TOLERANCE, positions
-
-
-def test_models_that_checkpoint_have_no_cache(models: tuple[Any, Any]) -> None:
-    skip_without_positions(models[1])
-    ids = hf_models.tokens(2, 7)
-    for model in models:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        for dropout in (each for each in model.modules() if isinstance(each, torch.nn.Dropout)):
-            dropout.p = 0.0
-    for positions in STEPS:
-        call = {"position_ids": torch.tensor([positions])}
-        got, want = (model(ids, **call).logits for model in models)
-        assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE, positions
-
-
-@pytest.mark.parametrize("family", hf_families.present("Llama 4", "Mistral"))
-def test_chunks_and_windows_in_documents_of_transformers(family: str) -> None:
-    if not hf_families.makes_masks(family):
-        pytest.skip("this release makes masks in each model")
-    model = hf_families.build(family)
-    patched = patch_model(copy.deepcopy(model))
-    ids = hf_models.tokens(1, 17)
-    positions = torch.tensor([[*range(9), *range(11, 19)]])
-    got, want = (each(ids, position_ids=positions, use_cache=False).logits for each in (patched, model))
-    assert hf_models.error_where(None, got, want) < hf_models.TOLERANCE
 
 
 def test_a_mask_shorter_than_the_keys_hides_the_rest(models: tuple[Any, Any]) -> None:
