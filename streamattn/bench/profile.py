@@ -44,7 +44,7 @@ from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 PHASES = ("forward", "backward", "optimizer")
 RANGES = (*PHASES, "step", "scores", "softmax", "values")
 CLASSES = {
-    "attention": r"query_spans|flash|fmha|attention|sdpa|attn|streamattn|_fwd_kernel|_bwd_kernel|hopper",
+    "attention": r"query_spans|decode_|flash|fmha|attention|sdpa|attn|_fwd_kernel|_bwd_kernel|hopper",
     "softmax": r"softmax",
     "matmul": r"gemm|matmul|nvjet|cutlass|::(add|b|add_b)?mm\b|::linear|::matmul|xmma",
     "elementwise": r"elementwise|::(add|mul|sub|div|tanh|pow|gelu|silu|copy|_to_copy|neg|where|exp|cat)_?\b"
