@@ -25,21 +25,11 @@ from typing import Any
 
 from torch import nn
 
-from streamattn import parallel
 from streamattn.module import FusedMultiHead
 
 
 def keep_called(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook: an encoder layer calls its attention if that has one.
-
-    Raises:
-        ValueError: ranks share a sequence, and this layer would take its shard for all of it.
-    """
-    if parallel.shared() is not None:
-        raise ValueError(
-            "nn.MultiheadAttention can't be given one rank's shard of a sequence; take streamattn.parallel's "
-            "attention for it, or leave the layer outside of streamattn.parallel.sharing"
-        )
+    """Forward pre-hook without effect: an encoder layer calls its attention if that has a hook."""
 
 
 class StreamTorchMultiheadAttention(FusedMultiHead, nn.MultiheadAttention):

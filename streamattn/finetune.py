@@ -4,7 +4,8 @@
 ``streamattn finetune ...`` in one process. The loop, DDP, precision, schedule, logging, evaluation and
 checkpoints are ``transformers.Trainer``'s; `streamattn.job` reads the job, `streamattn.data` the text,
 `streamattn.processes` joins the others and notices their loss, `streamattn.run_folder` minds the output
-folder and finds the checkpoint to go on from, and this file builds the trainer and reports.
+folder and finds the checkpoint to go on from, `streamattn.summary` prints the results, and this file builds
+the trainer.
 
 A mistake in the job or in the launch ends the process with one line on stderr and status 2, before training,
 and leaves ``output_dir`` as it was; of several processes one speaks. A checkpoint that can't be written ends
@@ -18,9 +19,7 @@ Left out on purpose: a training loop.
 from __future__ import annotations
 
 import gc
-import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +30,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -89,9 +86,9 @@ from streamattn.run_folder import (
     writing,
 )
 from streamattn.shared_trainer import SharedTrainer, check_loss, compare_shared, group_of
+from streamattn.summary import print_summary
 
 COMPARED_TOKENS = 512
-SAMPLE_PROMPT, SAMPLE_LENGTH = 32, 64
 
 
 class Refused(ValueError):
@@ -456,7 +453,7 @@ def _begun(trainer: Trainer) -> _Begun:
 
 
 def _way_on(job: Job | None, trainer: Trainer | None) -> str:
-    """What to do after Ctrl-C."""
+    """What to do when a run has ended too early."""
     if job is None or trainer is None or not _begun(trainer).yes:
         return "no step was trained, so give the same command again"  # a checkpoint may be an earlier run's
     found, _ = last_checkpoint(job.output_dir)
@@ -523,79 +520,9 @@ def train(trainer: Trainer, checkpoint: str | None, began: float | None = None) 
     if result is not None:
         trainer.save_metrics("train", result.metrics)
     trainer.save_metrics("eval", final)
-    if not trainer.is_world_process_zero():
-        return
-
-    dataset = trainer.train_dataset
-    assert isinstance(dataset, TokenBlocks)
-    steps = trainer.state.global_step - first_step
-    blocks = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    blocks //= trainer.cp_size if isinstance(trainer, SharedTrainer) else 1
-    tokens = steps * blocks * dataset.blocks.shape[1]
-    loss = final["eval_loss"]
-    held_out_loss = f"{loss:.4f}"
-    if evaluated and evaluated[0]["step"] < trainer.state.global_step:
-        first = evaluated[0]["eval_loss"]
-        held_out_loss += f" ({loss / first:.2f} of the first, {first:.4f})"
-    table = Table(show_header=False, title="results")
-    table.add_column()
-    table.add_column(overflow="fold")  # a path is of no use cut short
-    if result is not None:
-        table.add_row("training loss", f"{result.training_loss:.4f} (mean over {steps} steps)")
-    table.add_row("held-out loss", held_out_loss)
-    table.add_row("held-out perplexity", f"{math.inf if loss > 700 else math.exp(loss):.2f}")
-    if result is not None:
-        speed = f"{tokens / seconds:,.0f} over {arguments.world_size} process(es), without evaluation"
-        table.add_row("tokens/s", speed)
-    minutes, rest = divmod(round(time.perf_counter() - began), 60)
-    table.add_row("wall time", f"{minutes} min {rest} s with preparation, evaluation and saving")
-    table.add_row("peak memory", _peak_memory(arguments.device))
-    table.add_row("saved in", Text(str(arguments.output_dir)))  # brackets in a path are no markup
-    console = Console()
-    console.print(table)
-    if not math.isfinite(loss):
-        note = f"the run diverged: its held-out loss is {loss}, so there is no sample"
-        console.print(f"{note}; try a smaller learning_rate", soft_wrap=True)
-        return
-    if trainer.is_fsdp_enabled:
-        return  # a sharded model computes on all processes together
-    prompt, continuation = _sample(trainer)
-    console.print("sample (prompt, then | and what the model wrote):", style="bold")
-    console.print(f"{prompt}|{continuation}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _peak_memory(device: torch.device) -> str:
-    """Of this process: what torch allocated on its GPU, else its resident set."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        return f"{peak / 2**30:.2f} GiB on {torch.cuda.get_device_name(device)}"
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB on Linux
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB resident"
-
-
-def _sample(trainer: Trainer) -> tuple[str, str]:
-    """The start of a held-out block and how the model goes on."""
-    model, tokenizer, held_out = trainer.model, trainer.processing_class, trainer.eval_dataset
-    assert isinstance(model, PreTrainedModel)
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    assert isinstance(held_out, TokenBlocks)
-    block = held_out[0]["input_ids"]
-    prompt = block[: min(SAMPLE_PROMPT, len(block) // 2)].unsqueeze(0).to(model.device)  # [1, T]
-    new_tokens = min(SAMPLE_LENGTH, len(block) - prompt.shape[1])
-    set_seed(trainer.args.seed)
-    model.eval()
-    tokens = model.generate(  # type: ignore[operator]
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens,
-        do_sample=True,
-        top_k=50,
-        temperature=0.8,
-        use_cache=True,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )
-    read, written = tokens[0].split([prompt.shape[1], len(tokens[0]) - prompt.shape[1]])
-    return str(tokenizer.decode(read)), str(tokenizer.decode(written))
+    if trainer.is_world_process_zero():
+        steps = trainer.state.global_step - first_step
+        print_summary(trainer, result, evaluated, final["eval_loss"], steps, seconds, began)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,20 @@ def _is_integral(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast has them, where it is on.
+
+    Raises:
+        TypeError: their dtypes differ.
+    """
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if not q.dtype is k.dtype is v.dtype:
+        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    return q, k, v
+
+
 def resolve_window(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """Widths (left, right) to each side, `UNBOUNDED` where open."""
     if window_size is None:
@@ -449,11 +463,7 @@ def attention(
             return (out, lse) if return_lse else out
 
     check_qkv(q, k, v, block_table is not None)
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype is k.dtype is v.dtype:
-        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    q, k, v = of_one_dtype(q, k, v)
     if block_table is not None:
         _check_block_table(block_table, q, k, kv_lengths)
     rank = q.dim()

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from streamattn.functional import attention, resolve_window
+from streamattn.parallel.sharing import shared
 from streamattn.pattern import UNBOUNDED
 from streamattn.weights import attention_weights, combine_masks, in_window
 
@@ -102,11 +103,18 @@ class FusedMultiHead(nn.Module):
             through them.
 
         Raises:
-            ValueError: shapes or devices that do not fit each other or the layer.
+            ValueError: shapes or devices that do not fit each other or the layer; ranks share a sequence
+                (`parallel.sharing`), of which this layer would take its shard for all.
             TypeError: a nested or sparse tensor; an input of another dtype than the parameters', unless
                 autocast makes them one; a mask that is neither bool nor floating.
         """
         self._check_inputs(query, key, value, key_padding_mask, attn_mask)
+        if shared() is not None:
+            raise ValueError(
+                f"{type(self).__name__} can't be given one rank's shard of a sequence; take "
+                "streamattn.parallel's attention for it, or leave the layer outside of "
+                "streamattn.parallel.sharing"
+            )
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value)
         q_len, kv_len = q.shape[2], k.shape[2]

@@ -81,7 +81,12 @@ MAY_IMPORT = {
     "streamattn.ops": ("streamattn.dispatch", "streamattn.pattern"),
     "streamattn.functional": ("streamattn.dispatch", "streamattn.ops", "streamattn.pattern"),
     "streamattn.weights": ("streamattn.pattern",),
-    "streamattn.module": ("streamattn.functional", "streamattn.pattern", "streamattn.weights"),
+    "streamattn.module": (
+        "streamattn.functional",
+        "streamattn.parallel.sharing",
+        "streamattn.pattern",
+        "streamattn.weights",
+    ),
     "streamattn.compat_checks": (),
     "streamattn.compat": ("streamattn.compat_checks", "streamattn.functional"),
     "streamattn.parallel": (
@@ -115,6 +120,7 @@ MAY_IMPORT = {
     "streamattn.checkpoints": ("streamattn.job",),
     "streamattn.run_folder": ("streamattn.checkpoints", "streamattn.job"),
     "streamattn.shared_trainer": ("streamattn.checkpoints", "streamattn.parallel"),
+    "streamattn.summary": ("streamattn.data", "streamattn.shared_trainer"),
     "streamattn.finetune": (
         "patches*",
         "streamattn.checkpoints",
@@ -123,6 +129,7 @@ MAY_IMPORT = {
         "streamattn.processes",
         "streamattn.run_folder",
         "streamattn.shared_trainer",
+        "streamattn.summary",
     ),
     "streamattn.bench.decode_layer": (
         "patches*",

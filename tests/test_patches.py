@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
 import io
 import json
 import pickle
@@ -23,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import patches.hf
 import streamattn
-from patches import patch_model, patch_report, registry, unpatch_model
+from patches import patch_model, patch_report, unpatch_model
 from tests.hf_models import (
     FAMILIES,
     TOLERANCE,
@@ -544,53 +542,6 @@ def test_a_single_layer(family: str) -> None:
     layer = build(family).get_submodule(names(family)[0])
     assert patch_model(layer) is layer
     assert list(patch_report(layer).patched) == [""]
-
-
-# The table
-
-
-@pytest.mark.parametrize("path", registry.REPLACEMENTS)
-def test_replacements_are_importable_subclasses_without_state(path: str) -> None:
-    module, name = path.split(":")
-    original = getattr(importlib.import_module(module), name)
-    replacement = registry.replacement_for(original)
-    assert registry.path_of(replacement) == registry.REPLACEMENTS[path]
-    added = set(replacement.__mro__) - set(original.__mro__)
-    assert replacement in added
-    assert issubclass(replacement, original)
-    assert not any("__init__" in vars(cls) or "__slots__" in vars(cls) for cls in added)
-    assert isinstance(inspect.getattr_static(replacement, "unsupported"), staticmethod)
-
-
-class ToyAttention(nn.Module):
-    """Stands for a further kind of layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class StreamToyAttention(ToyAttention):
-    """Its replacement."""
-
-    @staticmethod
-    def unsupported(module: ToyAttention) -> str | None:
-        return "it is in training" if module.training else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-def test_a_further_kind_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.REPLACEMENTS, f"{__name__}:ToyAttention", f"{__name__}:StreamToyAttention")
-    model = nn.Sequential(ToyAttention(), ToyAttention())
-    with pytest.raises(ValueError, match="0: it is in training"):
-        patch_model(model)
-    model[1].eval()
-    patch_model(model, strict=False)
-    assert patch_report(model).patched == {"1": "StreamToyAttention"}
-    assert patch_report(model).skipped == {"0": "it is in training"}
-    assert model(torch.ones(1)) == 2
-    assert unpatch_model(model)(torch.ones(1)) == 1
 
 
 def test_transformers_is_not_needed() -> None:

@@ -1,8 +1,10 @@
-"""Layers that torch gave a class of their own, sharded or parametrized, before the patch or after it."""
+"""The table of patches; and layers that torch gave a class of their own, sharded or parametrized."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import patches.hf
 import streamattn.module
-from patches import patch_model, patch_report, unpatch_model
+from patches import patch_model, patch_report, registry, unpatch_model
 from tests import torch_models
 from tests.hf_models import build, tokens
 
@@ -319,3 +321,47 @@ def test_of_a_partly_patched_model_the_rest_is_left(kind: str) -> None:
     unpatch_model(model)
     assert not patch_report(model).patched
     assert {name: type(model.get_submodule(name)) for name in skipped} == classes
+
+
+@pytest.mark.parametrize("path", registry.REPLACEMENTS)
+def test_replacements_are_importable_subclasses_without_state(path: str) -> None:
+    module, name = path.split(":")
+    original = getattr(importlib.import_module(module), name)
+    replacement = registry.replacement_for(original)
+    assert registry.path_of(replacement) == registry.REPLACEMENTS[path]
+    added = set(replacement.__mro__) - set(original.__mro__)
+    assert replacement in added
+    assert issubclass(replacement, original)
+    assert not any("__init__" in vars(cls) or "__slots__" in vars(cls) for cls in added)
+    assert isinstance(inspect.getattr_static(replacement, "unsupported"), staticmethod)
+
+
+class ToyAttention(nn.Module):
+    """Stands for a further kind of layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class StreamToyAttention(ToyAttention):
+    """Its replacement."""
+
+    @staticmethod
+    def unsupported(module: ToyAttention) -> str | None:
+        return "it is in training" if module.training else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_further_kind_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.REPLACEMENTS, f"{__name__}:ToyAttention", f"{__name__}:StreamToyAttention")
+    model = nn.Sequential(ToyAttention(), ToyAttention())
+    with pytest.raises(ValueError, match="0: it is in training"):
+        patch_model(model)
+    model[1].eval()
+    patch_model(model, strict=False)
+    assert patch_report(model).patched == {"1": "StreamToyAttention"}
+    assert patch_report(model).skipped == {"0": "it is in training"}
+    assert model(torch.ones(1)) == 2
+    assert unpatch_model(model)(torch.ones(1)) == 1

@@ -554,8 +554,7 @@ def attention_backward(
     num_kv_heads, kv_len, head_dim_v = v.shape[1:]
     dq, dk, dv = heads_last(q, head_dim), heads_last(k, head_dim), heads_last(v, head_dim_v)
     dq_tile = tile_for("dq", q, v, attn_mask)
-    # padded so that the kernels need no row test
-    padded = triton.cdiv(q_len, dq_tile.BLOCK_M) * dq_tile.BLOCK_M
+    padded = triton.cdiv(q_len, dq_tile.BLOCK_M) * dq_tile.BLOCK_M  # so that no row is tested
     lse2, delta = q.new_empty((2, batch, num_heads, padded), dtype=torch.float32)
     masks = (attn_mask, q_segments, kv_segments, kv_lengths)
     options = (scale, window_left, window_right, softcap, dropout_p)

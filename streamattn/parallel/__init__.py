@@ -5,8 +5,8 @@ a rank holds, and `sharing` lets patched models run on shards. ``torchrun --npro
 streamattn.parallel`` checks and times it on this machine.
 """
 
-from streamattn.parallel.functional import attention, choose_mode
+from streamattn.parallel.functional import attention
 from streamattn.parallel.layout import positions, shard, unshard
 from streamattn.parallel.sharing import shared, sharing
 
-__all__ = ["attention", "choose_mode", "positions", "shard", "shared", "sharing", "unshard"]
+__all__ = ["attention", "positions", "shard", "shared", "sharing", "unshard"]

@@ -139,8 +139,3 @@ def heads_last(x: Tensor, head_dim: int, tokens: int, dtype: torch.dtype | None 
     made = x.new_empty((batch, length, num_heads, head_dim), dtype=dtype)
     made[:, tokens:] = 0
     return made.transpose(1, 2)
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: the dtype of sums and ``lse``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -104,8 +104,9 @@ def attention(
 
     - ``gather``: keys and values are gathered from all ranks by groups of heads, each while the one before
       computes. Everything but ``attn_mask``.
-    - ``ring``: they travel around the ring of ranks, one shard at a time, while it computes. Holds two shards
-      at a time and no more; full and causal attention only, with softcap and dropout.
+    - ``ring``: they travel around the ring of ranks, one shard at a time, while it computes. Holds two
+      shards at a time, and in backward their gradients in float32; full and causal attention only, with
+      softcap and dropout.
     - ``ulysses``: all-to-all over heads, each rank computes Hq / P heads of the whole sequence; Hq must be a
       multiple of P, and key heads are repeated until theirs is. Everything but ``attn_mask``.
     - ``replicated``: k and v are whole on each rank, in their own order, and only the queries are shared out:
@@ -156,11 +157,7 @@ def attention(
     functional.check_qkv(q, k, v, paged=False)
     if q.dim() != 4:
         raise ValueError(f"q, k, v must be 4-D here, got {q.dim()} dimensions; add what is missing")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype is k.dtype is v.dtype:
-        raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
+    q, k, v = functional.of_one_dtype(q, k, v)
     q, k, v = (functional.rows_in_place(x) for x in (q, k, v))
     if attn_mask is not None:
         raise ValueError(

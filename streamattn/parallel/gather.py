@@ -22,13 +22,13 @@ from torch import Tensor
 from streamattn.parallel import collectives
 from streamattn.parallel.call import (
     Call,
-    accumulate_dtype,
     backward,
     forward,
     heads_last,
     once_differentiable,
 )
 from streamattn.parallel.layout import Layout, in_order
+from streamattn.reference import accumulate_dtype
 
 MAX_HEAD_GROUPS = 4
 MIN_GROUP_BYTES = 32 << 20
@@ -101,6 +101,7 @@ class _Gathered(torch.autograd.Function):
                     q[:, heads, span.rows], keys[:, :, span.keys], values[:, :, span.keys], *options
                 )
                 out[:, heads, span.rows], lse[:, heads, span.rows] = part
+            del keys, values
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -135,6 +136,7 @@ class _Gathered(torch.autograd.Function):
                 if dsinks is not None:
                     dsinks[heads] += dsink
             way.send(group)
+            del keys, values
         dk, dv = way.finish()
         return dq, dk, dv, dsinks, None, None
 
@@ -185,12 +187,15 @@ def _each_group(ctx: Any, k: Tensor, v: Tensor):
         kv = _tokens_first(k[:, heads], v[:, heads])
         return _Heads(collectives.all_gather(kv, call.group), k.shape[3], call.layout, chunks)
 
-    following = start(0)
+    following: _Heads | None = start(0)
     for group in range(ctx.groups):
+        assert following is not None
         keys, values = following.wait()
+        following = None  # what was gathered is free before the next is begun: `wait` copied it
         if group + 1 < ctx.groups:
-            following = start(group + 1)  # and what was gathered before is free: `wait` copied it
+            following = start(group + 1)
         yield group, keys, values
+        del keys, values
 
 
 class _Scattered:

@@ -1,8 +1,8 @@
 """Keys and values travel around the ring of ranks, a shard at a time; for full and causal attention.
 
 Every rank computes with the shard that it has while the next one arrives, merges (out, lse) in float32 as
-`reference.merge` does, and after P steps has seen all keys; no more than two shards are held at a time. In
-backward the shards travel again, and with each its dk and dv in float32, to which every rank adds the share
+`reference.merge` does, and after P steps has seen all keys; forward holds two shards at a time. In backward
+the shards travel again, and with each its dk and dv in float32, to which every rank adds the share
 of its queries, and which reach their owner with the last step (Liu et al., arXiv:2310.01889).
 
 Under a causal mask with zigzag shards a step is one call without a mask, of half the queries or half the
@@ -23,7 +23,6 @@ from torch import Tensor
 from streamattn.parallel import collectives
 from streamattn.parallel.call import (
     Call,
-    accumulate_dtype,
     backward,
     forward,
     heads_last,
@@ -31,7 +30,7 @@ from streamattn.parallel.call import (
 )
 from streamattn.parallel.layout import Layout
 from streamattn.pattern import UNBOUNDED
-from streamattn.reference import merge
+from streamattn.reference import accumulate_dtype, merge
 
 
 def _block(layout: Layout, owner: int, causal: bool) -> tuple[slice, slice] | None:

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from patches import patch_model, patch_report
-from streamattn import parallel
+from streamattn import StreamMultiHeadAttention, parallel
 from streamattn.shared_trainer import compare_shared, shard_inputs, shared_logits, token_loss
 from tests.hf_models import FAMILIES, build, tokens
 
@@ -126,8 +126,9 @@ def check_refusals() -> None:
             model(**given, output_attentions=True)
         with pytest.raises(ValueError, match="can't serve a mask"):
             model(**padded)
-        with pytest.raises(ValueError, match="can't be given one rank's shard"):
-            layer(x, x, x)
+        for one in (layer, StreamMultiHeadAttention(16, 2)):
+            with pytest.raises(ValueError, match="can't be given one rank's shard"):
+                one(x, x, x)
 
 
 def run(rank: int, store: str) -> None:
