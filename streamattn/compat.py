@@ -34,6 +34,7 @@ from streamattn.compat_checks import (
     check_rank,
     check_rotary,
     check_tokens,
+    check_written_pages,
     is_zero,
     readable,
 )
@@ -454,7 +455,8 @@ def flash_attn_with_kvcache(
             None: none.
         block_table: int32 [B, P], the pages of each sequence in order, for caches [pages, page, Hkv, D] and
             [pages, page, Hkv, Dv]; S is then P * page. Takes up to 16 queries, and no ``cache_batch_idx``.
-            Default None.
+            The pages that new tokens go to must be in it: on a GPU that is not looked at, and -1 is the last
+            page of the cache. Default None.
         softmax_scale: factor of the scores. Default ``1 / sqrt(D)``.
         causal: the last query stands at the last token, new ones included. Default False.
         window_size: (left, right), aligned likewise; -1 = unbounded.
@@ -509,6 +511,7 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             page = k_cache.shape[1]
             rows, positions = block_table.gather(1, positions // page).long(), positions % page
+            check_written_pages(rows, k_cache.shape[0])
         elif cache_batch_idx is None:
             rows = torch.arange(batch, device=q.device)[:, None]
         else:

@@ -113,6 +113,15 @@ def check_pages(q: Tensor, block_table: Tensor, cache_batch_idx: Tensor | None) 
         )
 
 
+def check_written_pages(pages: Tensor, count: int) -> None:
+    """New tokens' pages are there; looked at on the CPU alone, where it costs no wait."""
+    if readable(pages) and bool(((pages < 0) | (pages >= count)).any()):
+        raise ValueError(
+            f"block_table must name a page of the cache, 0 to {count - 1}, for each new token, got "
+            f"{pages.tolist()}; give the sequence its next page before the call"
+        )
+
+
 def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, capacity: int) -> None:
     """The tables fit q and each other, and have a row for every place of the cache."""
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:

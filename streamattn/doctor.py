@@ -280,7 +280,7 @@ def _variables(environment: Mapping[str, str], config: str) -> Iterator[Finding]
     again = "let torchrun set these variables, or make the launcher's own fit"
     for name in (*_NUMBERS, "LOCAL_WORLD_SIZE"):
         if not environment.get(name, "1").isdigit():
-            yield Finding(f"{name}: expected a whole number, got {environment[name]!r}", again)
+            yield Finding(f"{name}: expected 0 or a greater whole number, got {environment[name]!r}", again)
             return
     rank, local_rank, world_size, port = (int(environment[name]) for name in _NUMBERS)
     local = int(environment.get("LOCAL_WORLD_SIZE", world_size))

@@ -121,6 +121,16 @@ NONE = torch.zeros(2, dtype=torch.int32)
             ValueError,
             "block_table and cache_batch_idx both",
         ),
+        *(
+            (
+                lambda page=page: flash_attn_with_kvcache(
+                    Q, Q, Q, Q, Q, cache_seqlens=0, block_table=torch.full_like(PAGES, page)
+                ),
+                ValueError,
+                f"must name a page of the cache, 0 to 1, for each new token, got .*{page}",
+            )
+            for page in (-1, 99)
+        ),
         (lambda: flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v must be passed together"),
         (lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q), ValueError, "k needs cache_seqlens"),
         (

@@ -79,8 +79,8 @@ def test_half_a_launch_prints_the_right_line(environment: dict[str, str], missin
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"RANK": "one"}, "RANK: expected a whole number, got 'one'"),
-        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: expected a whole number, got 'two'"),
+        ({"RANK": "one"}, "RANK: expected 0 or a greater whole number, got 'one'"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: expected 0 or a greater whole number, got 'two'"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected 1 to 65535, got 70000"),
         ({"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: expected less than the 2 processes of this host, got 2"),

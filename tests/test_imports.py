@@ -94,7 +94,12 @@ MAY_IMPORT = {
         "streamattn.parallel.layout",
         "streamattn.parallel.sharing",
     ),
-    "streamattn.parallel.__main__": ("streamattn", "streamattn.parallel", "streamattn.parallel.functional"),
+    "streamattn.parallel.__main__": (
+        "streamattn",
+        "streamattn.doctor",
+        "streamattn.parallel",
+        "streamattn.parallel.functional",
+    ),
     "streamattn.parallel.collectives": (),
     "streamattn.parallel.sharing": (),
     "streamattn.parallel.layout": ("streamattn.parallel.collectives", "streamattn.pattern"),

@@ -58,6 +58,7 @@ def test_a_group_of_one(mode: str) -> None:
         ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, "attn_mask is not served over several ranks"),
         ({"kv_lengths": torch.tensor([9])}, "kv_lengths must lie in"),
         ({"mode": "replicated", "seq_len": 7}, "k and v must hold seq_len=7 tokens, got 8"),
+        ({"seq_len": 0}, "seq_len must be 1 or more, got 0"),
         ({"seq_len": 9}, "seq_len=9 over 1 ranks makes shards of 10 tokens, got 8"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
         ({"backend": "triton"}, "backend='triton' can't serve this call"),
@@ -128,6 +129,39 @@ def test_the_program_needs_a_launcher(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert main([]) == 2
     assert "torchrun --nproc-per-node 2 -m streamattn.parallel" in capsys.readouterr().err
+
+
+def test_the_program_notices_half_a_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("RANK, WORLD_SIZE, MASTER_PORT, MASTER_ADDR: not set")
+
+
+@pytest.mark.parametrize("words", [["--seq-len", "0"], ["--num-kv-heads", "0"], ["--num-kv-heads", "3"]])
+def test_the_program_refuses_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert (
+        f"error: argument {words[0]}: expected 1" in (err := capsys.readouterr().err)
+        or "a multiple of" in err
+    )
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_program_passes_no_nan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--num-heads", "2", "--head-dim", "8", "--seq-len"]
+    assert main([*sizes, "1", "--modes", "gather"]) == 0, "of one token dq and dk are 0"
+    original = parallel.attention
+    monkeypatch.setattr(parallel, "attention", lambda *x, **y: original(*x, **y) * torch.nan)
+    assert main([*sizes, "9", "--modes", "gather"]) == 1
+    assert "inf" in capsys.readouterr().out
 
 
 def chosen(size: int, num_heads: int, num_kv_heads: int, length: int, ring_can: bool = True) -> str:

@@ -175,7 +175,7 @@ def one(
         torch.cat([parameter.grad.flatten() for parameter in model.parameters()]),
         torch.cat([gradient.flatten() for gradient in want]),
     )
-    worst = torch.tensor(error, device=device)
+    worst = torch.tensor(error, device=device).nan_to_num(nan=torch.inf)  # a maximum may lose a NaN
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     entry = dict(way=way, bucket=bucket, error=float(f"{worst.item():.3g}"), status="ok")
     if not worst.item() <= LIMIT:

@@ -22,9 +22,11 @@ from torch import Tensor
 
 import streamattn
 from streamattn import parallel
+from streamattn.doctor import NEEDED
 from streamattn.parallel.functional import MODES
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+LEAST_SIZE = 1e-2  # of what an error is compared with: of one token dq and dk are 0
 REPEATS = 5
 
 
@@ -35,22 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name; None = the process's arguments.
 
     Returns:
-        0; 1 if a difference is larger than rounding explains, 2 without a launcher.
+        0; 1 if a difference is larger than rounding explains, 2 without a launcher or a mode to check.
     """
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m streamattn.parallel")
-    parser.add_argument("--seq-len", type=int, default=16384 if cuda else 512, help="tokens of the sequence")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--num-heads", type=int, default=16 if cuda else 4, help="query heads")
-    parser.add_argument("--num-kv-heads", type=int, help="key heads; default: as many")
-    parser.add_argument("--head-dim", type=int, default=128 if cuda else 64)
+    parser.add_argument(
+        "--seq-len", type=_positive, default=16384 if cuda else 512, help="tokens of the sequence"
+    )
+    parser.add_argument("--batch", type=_positive, default=1, help="sequences")
+    parser.add_argument("--num-heads", type=_positive, default=16 if cuda else 4, help="query heads")
+    parser.add_argument("--num-kv-heads", type=_positive, help="key heads; default: as many")
+    parser.add_argument("--head-dim", type=_positive, default=128 if cuda else 64)
     parser.add_argument(
         "--dtype", choices=[str(d)[6:] for d in TOLERANCE], default="bfloat16" if cuda else "float32"
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = parser.parse_args(argv)
+    if options.num_heads % (options.num_kv_heads or 1):
+        parser.error(f"--num-heads: expected a multiple of {options.num_kv_heads} key heads")
     if not dist.is_initialized() and "LOCAL_RANK" not in os.environ:
         print("no launcher; run: torchrun --nproc-per-node 2 -m streamattn.parallel", file=sys.stderr)
+        return 2
+    if not dist.is_initialized() and (missing := [name for name in NEEDED if name not in os.environ]):
+        print(f"{', '.join(missing)}: not set; let torchrun launch it", file=sys.stderr)
         return 2
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -63,6 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return number
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> int:
@@ -88,10 +104,13 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
             f"forward and backward in one process {alone_ms:.2f} ms"
         )
         print(f"{'mode':<11}{'out':>9}{'dq':>9}{'dk':>9}{'dv':>9}{'ms':>10}{'speedup':>9}")
-    status = 0
+    status = 2
     for mode in options.modes:
         if mode == "ulysses" and heads % size:
+            if rank == 0:
+                print(f"{mode:<11} not checked: it needs a multiple of {size} query heads")
             continue
+        status = status % 2
         replicated = mode == "replicated"
         parts = [parallel.shard(q, dim=2), k, v, parallel.shard(dout, dim=2)]
         if not replicated:
@@ -102,9 +121,10 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
 
         found = together()
         wanted = [x if replicated and i > 1 else parallel.shard(x, dim=2) for i, x in enumerate(expected)]
+        sizes = [x.abs().max().float().clamp(min=LEAST_SIZE) for x in expected]
         errors = torch.stack(
-            [(a - b).abs().max().float() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
-        )
+            [(a - b).abs().max() / size for a, b, size in zip(found, wanted, sizes, strict=True)]
+        ).nan_to_num(nan=torch.inf)  # a maximum may lose a NaN
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
         milliseconds = _time(together, device)
         if rank == 0:

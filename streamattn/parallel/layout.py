@@ -184,17 +184,33 @@ def positions(
     Returns:
         int64 [2 * ceil(seq_len / (2 * P))]; padding stands at the last token's place, which any table of
         positions has.
+
+    Raises:
+        TypeError: seq_len is no int.
+        ValueError: it is less than 1.
     """
+    _check_seq_len(seq_len)
     whole = torch.arange(seq_len, device=device)
     return shard(whole, group, dim=0, fill=seq_len - 1)
+
+
+def _check_seq_len(seq_len: int) -> None:
+    remedy = "pass the tokens of the whole sequence"
+    if not isinstance(seq_len, int):
+        raise TypeError(f"seq_len must be an int, got {type(seq_len).__name__}; {remedy}")
+    if seq_len < 1:
+        raise ValueError(f"seq_len must be 1 or more, got {seq_len}; {remedy}")
 
 
 def layout_of(length: int, seq_len: int | None, group: dist.ProcessGroup | None) -> Layout:
     """The layout of shards of ``length`` tokens.
 
     Raises:
+        TypeError: seq_len is no int.
         ValueError: no sequence of seq_len tokens has such shards.
     """
+    if seq_len is not None:
+        _check_seq_len(seq_len)
     rank, size = rank_and_size(group)
     layout = Layout(rank, size, length * size if seq_len is None else seq_len)
     if layout.seq_len < 1 or layout.length != length:
