@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES, SCALE_LIMIT
-from streamattn.pattern import UNBOUNDED, open_sides
 
 
 class Backend(str, Enum):
@@ -55,6 +54,7 @@ MAX_WIDE_HEAD_DIM = 8192
 MIN_HOPPER_HEAD_DIM = 64
 MIN_HOPPER_QUERIES = 64
 MAX_DECODE_QUERIES = 16
+MAX_HOPPER_BACKWARD_HEAD_DIM = max(HOPPER_BACKWARD_TILES)
 HOPPER_TRITON = ((3, 6), (3, 9))  # first and last release whose Gluon the kernels were compiled with
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -224,18 +224,7 @@ def _copies_by_tma(x: Tensor) -> bool:
     )
 
 
-def unsupported_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: Masks,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-) -> str | None:
+def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> str | None:
     """Why the Hopper backward can't serve a call that the Hopper forward can; None where it can.
 
     The portable backward serves the others, whatever backend was asked for.
@@ -245,26 +234,13 @@ def unsupported_backward(
         q: as `unsupported` takes it.
         k: as `unsupported` takes it.
         v: as `unsupported` takes it.
-        masks: see `Masks`.
-        window_left: keys before its own place that a query sees.
-        window_right: keys behind its own place that a query sees.
-        softcap: 0 = none.
-        dropout_p: 0 = none.
         deterministic: whether the same inputs must give the same bits.
     """
     if deterministic:
         return "it adds up dq in any order, and a deterministic one is wanted"
-    if any(x is not None for x in masks):
-        return "it takes no masks, segments, lengths or sinks"
-    if softcap > 0.0 or dropout_p > 0.0:
-        return "it does neither softcap nor dropout"
     head_dim = q.shape[-1]
-    if head_dim not in HOPPER_BACKWARD_TILES or v.shape[-1] != head_dim:
-        sizes = " or ".join(str(size) for size in HOPPER_BACKWARD_TILES)
-        return f"it takes one head dimension of q and v, {sizes}, got {head_dim} and {v.shape[-1]}"
-    left, right = open_sides(q.shape[-2], k.shape[-2], window_left, window_right)
-    if left < UNBOUNDED or right not in (0, UNBOUNDED):
-        return "it takes no window but the causal one"
+    if head_dim > MAX_HOPPER_BACKWARD_HEAD_DIM:
+        return f"it takes head dimensions up to {MAX_HOPPER_BACKWARD_HEAD_DIM}, got {head_dim}"
     if not _copies_by_tma(dout):
         return "dout must start, and step from row to row, at whole 16 bytes"
     return None

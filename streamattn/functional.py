@@ -433,8 +433,8 @@ def attention(
             backward, which differs by rounding from run to run; True takes ``triton``'s instead. Default
             None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton``, ``hopper``
-            (for compute capability 9.0; its backward serves full and causal attention at head dimensions 64
-            and 128, and ``triton``'s the rest), ``decode`` (up to 16 queries; its backward is
+            (for compute capability 9.0; its backward serves head dimensions up to 128, and ``triton``'s the
+            rest), ``decode`` (up to 16 queries; its backward is
             ``triton``'s) or ``wide`` (head dimensions 257 to 8192). ``auto`` takes ``decode`` for paged
             caches alone, and never ``wide``.
 

@@ -10,7 +10,7 @@ scales and rounds dq.
 
 Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
 inputs; dq is not, since its sums take their terms as they come: `backward` serves who asks for that. Left out
-on purpose, and left to it: all but full and causal attention at head dimensions 64 and 128 (see
+on purpose, and left to it: ``attn_mask``, sinks, head dimensions above 128 (see
 `dispatch.unsupported_backward`).
 """
 
@@ -29,6 +29,7 @@ from streamattn.kernels.hopper_backward_warps import (
     CONSUMERS,
     DS_BUFFERS,
     ROWS,
+    backward_variant_of,
     consumer,
     dq_worker,
     producer,
@@ -45,7 +46,7 @@ from streamattn.kernels.launch import (
 )
 from streamattn.kernels.primitives import LOG2E
 from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES
-from streamattn.pattern import UNBOUNDED, open_sides
+from streamattn.pattern import UNBOUNDED, drop_threshold, open_sides
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -58,21 +59,41 @@ def hopper_bwd_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
+    kv_lengths_ptr,
+    spans_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    seed_ptr,
+    stride_kv_lengths,
+    stride_q_ids,
+    stride_kv_ids,
     batch,
     num_heads,
     group,
     q_len,
     kv_len,
+    window_left,
+    window_right,
     heads_per_group,
     scale,
+    softcap,
+    dk_scale,
+    dv_scale,
+    drop_threshold,
+    first_query,
     STAGES: gl.constexpr,
     OWN_DQ: gl.constexpr,
     REGISTERS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASKS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
+    HAS_SEGMENTS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_DROPOUT: gl.constexpr,
 ):
-    """dk, dv [B, Hkv, Tk, D], and sums of dq; CAUSAL: q_len <= kv_len; MASKS: some tile is tested."""
+    """dk, dv [B, Hkv, Tk, D], and sums of dq; first_query is what dropout calls the first of q."""
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
@@ -83,6 +104,10 @@ def hopper_bwd_kernel(
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [DS_BUFFERS * CONSUMERS, ROWS, ROWS], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [1 if OWN_DQ else CONSUMERS, 16, 256], dq_desc.layout)
+    BITS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    bits_smem = gl.allocate_shared_memory(
+        gl.uint32, [CONSUMERS, 4, 4, 8] if HAS_DROPOUT else [1, 1, 1, 1], BITS_LAYOUT
+    )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -96,21 +121,29 @@ def hopper_bwd_kernel(
         mbarrier.init(dout_full.index(i), count=1)
     for i in gl.static_range(DS_BUFFERS):
         mbarrier.init(ds_free.index(i), count=1)
+    raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(raw, count=1)
     fence_async_shared()
 
-    shape = (batch, num_heads, group, q_len, kv_len, heads_per_group)
-    buffers = (k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, ds_smem, dq_smem)
-    barriers = (k_full, v_full, q_full, dout_full, ds_free)
-    job = (dk_desc, dv_desc, dq_desc, buffers, barriers, shape, scale)
-    feed = ((q_desc, k_desc, v_desc, dout_desc, stats_desc), buffers, barriers, shape)
+    VARIANT: gl.constexpr = backward_variant_of(
+        OWN_DQ, RAGGED, HAS_LEFT, HAS_RIGHT, HAS_LENGTHS, HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT
+    )
+    shape = (batch, num_heads, group, q_len, kv_len, window_left, window_right, heads_per_group)
+    segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids)
+    visibility = (kv_lengths_ptr, stride_kv_lengths, segments)
+    scaling = (scale, softcap, (seed_ptr, drop_threshold, first_query))
+    buffers = (k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, ds_smem, dq_smem, bits_smem)
+    barriers = (k_full, v_full, q_full, dout_full, ds_free, raw)
+    job = (dk_desc, dv_desc, dq_desc, buffers, barriers, shape, visibility, scaling, dk_scale, dv_scale)
+    feed = ((q_desc, k_desc, v_desc, dout_desc, stats_desc), buffers, barriers, shape, visibility)
     # the first consumer has the program's own warps and what the others leave of the registers
     if OWN_DQ:
         gl.warp_specialize(
             [
-                (consumer, (job, 0, CAUSAL, MASKS, OWN_DQ)),
-                (consumer, (job, 1, CAUSAL, MASKS, OWN_DQ)),
-                (dq_worker, (job, CAUSAL, MASKS)),
-                (producer, (feed, CAUSAL, MASKS)),
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (dq_worker, (job, VARIANT)),
+                (producer, (feed, VARIANT)),
             ],
             [4, 4, 1],
             [REGISTERS, DQ_REGISTERS, 24],
@@ -118,9 +151,9 @@ def hopper_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (job, 0, CAUSAL, MASKS, OWN_DQ)),
-                (consumer, (job, 1, CAUSAL, MASKS, OWN_DQ)),
-                (producer, (feed, CAUSAL, MASKS)),
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (producer, (feed, VARIANT)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -150,22 +183,25 @@ def hopper_bwd_prepare_kernel(
     batch,
     num_heads,
     q_len,
+    delta_scale,
     HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """stats [2, B, Hq, padded]: lse in base 2, or +inf where a row sees nothing or is none, delta; zeros."""
+    """stats [2, B, Hq, padded], lse in base 2 and delta, +inf and 0 where a row sees nothing; sums of 0."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     mask = i < q_len
     rows = i.to(tl.int64)
-    cols = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, BLOCK_D)
     out_ptrs = out_ptr + b * stride_out_b + h * stride_out_h + rows[:, None] * stride_out_t + cols
     dout_ptrs = dout_ptr + b * stride_dout_b + h * stride_dout_h + rows[:, None] * stride_dout_t + cols
-    out = tl.load(out_ptrs, mask=mask[:, None], other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptrs, mask=mask[:, None], other=0.0).to(tl.float32)
+    inside = mask[:, None] & (cols < HEAD_DIM)[None, :]
+    out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
     lse_ptrs = lse_ptr + b * stride_lse_b + h * stride_lse_h + rows * stride_lse_t
     lse = tl.load(lse_ptrs, mask=mask, other=float("-inf"))
     delta = tl.sum(out * dout, 1)
@@ -175,8 +211,9 @@ def hopper_bwd_prepare_kernel(
     at = head * num_tiles * BLOCK_M + rows
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     tl.store(stats_ptr + at, lse2)
+    delta = tl.where(lse == float("-inf"), 0.0, delta * delta_scale)
     tl.store(stats_ptr + batch.to(tl.int64) * num_heads * num_tiles * BLOCK_M + at, delta)
-    tl.store(sums_ptr + at[:, None] * HEAD_DIM + cols, tl.zeros([BLOCK_M, HEAD_DIM], tl.float32))
+    tl.store(sums_ptr + at[:, None] * BLOCK_D + cols, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -190,6 +227,7 @@ def hopper_bwd_finish_kernel(
     q_len,
     scale,
     HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """dq [B, Hq, Tq, D] from its sums, tiles of 64 queries in 64 columns each in the order of `add_dq`."""
     num_tiles = tl.cdiv(q_len, 64)
@@ -197,15 +235,16 @@ def hopper_bwd_finish_kernel(
     b, h = head // num_heads, head % num_heads
     m = tl.program_id(0) % num_tiles
     rows = m * 64 + tl.arange(0, 64)  # [64]
-    sums_ptr += (head * num_tiles + m) * (64 * HEAD_DIM)
+    sums_ptr += (head * num_tiles + m) * (64 * BLOCK_D)
     dq_ptr += b * stride_dq_b + h * stride_dq_h
-    for part in tl.static_range(HEAD_DIM // 64):
+    for part in tl.static_range(BLOCK_D // 64):
         x = tl.load(sums_ptr + part * 4096 + tl.arange(0, 4096)) * scale
         # warp, half, row of eight, block of eight columns, pair, column
         x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
         cols = part * 64 + tl.arange(0, 64)
         dq_ptrs = dq_ptr + rows.to(tl.int64)[:, None] * stride_dq_t + cols
-        tl.store(dq_ptrs, x.to(dq_ptr.dtype.element_ty), mask=(rows < q_len)[:, None])
+        inside = (rows < q_len)[:, None] & (cols < HEAD_DIM)[None, :]
+        tl.store(dq_ptrs, x.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 def attention_backward(
@@ -216,27 +255,41 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    spans: Tensor | None,
+    q_ids: Tensor | None,
+    kv_ids: Tensor | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
     scale: float,
+    window_left: int,
     window_right: int,
+    softcap: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of a call that `dispatch.unsupported_backward` lets pass; see `streamattn.ops`."""
+    """``(dq, dk, dv)`` of a call that `dispatch.unsupported_backward` lets pass; see `streamattn.ops`.
+
+    ``spans``, ``q_ids`` and ``kv_ids`` are what `segments.key_spans` makes of segments.
+    """
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[1:3]
     dq, dk, dv = (heads_last(x, head_dim) for x in (q, k, v))
-    _, window_right = open_sides(q_len, kv_len, UNBOUNDED, window_right)
-    causal = window_right < UNBOUNDED
+    window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     live_dq = dq
-    if causal and q_len > kv_len:  # the first queries see nothing, and may hold anything
-        blind = q_len - kv_len
+    blind = q_len - kv_len - window_right  # queries too far before the first key; they may hold anything
+    blind = max(blind, 0) if spans is None and kv_lengths is None else 0
+    if blind:
         dq[:, :, :blind] = 0.0
         q, out, dout, lse, live_dq = (x[:, :, blind:] for x in (q, out, dout, lse, dq))
         dlse = None if dlse is None else dlse[:, :, blind:]
-        q_len = kv_len
-    tile = HOPPER_BACKWARD_TILES[head_dim]
+        q_len -= blind
+    block_d = 64 if head_dim <= 64 else 128
+    tile = HOPPER_BACKWARD_TILES[block_d]
     rows, keys = ROWS.value, CONSUMERS.value * ROWS.value
     q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
     stats = lse.new_empty(2 * q_tiles * rows)
-    sums = lse.new_empty((q_tiles * rows * head_dim // 256, 256))
+    sums = lse.new_empty((q_tiles * rows * block_d // 256, 256))
+    threshold = drop_threshold(dropout_p)
+    rescale = 1.0 / (1.0 - threshold / 256)  # of what is kept; folded into the gradients' scales
 
     def prepare_arguments() -> tuple[int, dict[str, Any]]:
         return q_tiles, dict(
@@ -247,7 +300,9 @@ def attention_backward(
             batch=batch,
             num_heads=num_heads,
             q_len=q_len,
+            delta_scale=1.0 / rescale,
             HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
             BLOCK_M=rows,
             HAS_DLSE=dlse is not None,
             num_warps=4,
@@ -256,27 +311,42 @@ def attention_backward(
     def arguments() -> tuple[int, dict[str, Any]]:
         multiprocessors, kv_heads = multiprocessor_count(q.get_device()), batch * num_kv_heads
         return kv_tiles * kv_heads, dict(
-            q_desc=descriptor(q, rows, head_dim),
-            k_desc=descriptor(k, rows, head_dim),
-            v_desc=descriptor(v, rows, head_dim),
-            dout_desc=descriptor(dout, rows, head_dim),
+            q_desc=descriptor(q, rows, block_d),
+            k_desc=descriptor(k, rows, block_d),
+            v_desc=descriptor(v, rows, block_d),
+            dout_desc=descriptor(dout, rows, block_d),
             stats_desc=flat_descriptor(stats, rows),
             dq_desc=flat_descriptor(sums, 16, 256),
-            dk_desc=descriptor(dk, rows, head_dim),
-            dv_desc=descriptor(dv, rows, head_dim),
+            dk_desc=descriptor(dk, rows, block_d),
+            dv_desc=descriptor(dv, rows, block_d),
+            stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
+            stride_q_ids=0 if q_ids is None else q_ids.stride(0),
+            stride_kv_ids=0 if kv_ids is None else kv_ids.stride(0),
             batch=batch,
             num_heads=num_heads,
             group=num_heads // num_kv_heads,
             q_len=q_len,
             kv_len=kv_len,
+            window_left=window_left,
+            window_right=window_right,
             heads_per_group=group_of_heads(q, window_right, kv_tiles, kv_heads, multiprocessors),
             scale=scale,
+            softcap=softcap,
+            dk_scale=scale * rescale,
+            dv_scale=rescale,
+            drop_threshold=threshold,
+            first_query=blind,
             STAGES=tile.STAGES,
             OWN_DQ=tile.OWN_DQ,
             REGISTERS=tile.REGISTERS,
             DQ_REGISTERS=tile.DQ_REGISTERS,
-            CAUSAL=causal,
-            MASKS=causal or kv_len % keys > 0,
+            RAGGED=kv_len % keys > 0,
+            HAS_LEFT=window_left < UNBOUNDED,
+            HAS_RIGHT=window_right < UNBOUNDED,
+            HAS_LENGTHS=kv_lengths is not None,
+            HAS_SEGMENTS=spans is not None,
+            HAS_SOFTCAP=softcap > 0.0,
+            HAS_DROPOUT=threshold > 0,
             num_warps=4,
         )
 
@@ -285,14 +355,17 @@ def attention_backward(
             **strides("dq", live_dq),
             num_heads=num_heads,
             q_len=q_len,
-            scale=scale,
+            scale=scale * rescale,
             HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
             num_warps=4,
         )
 
-    key = call_key((q, k, v, out, dout, lse, dlse), scale, window_right)
+    tensors = (q, k, v, out, dout, lse, dlse, q_ids, kv_ids, kv_lengths)
+    key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind)
     with device_guard(q):
         launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums), prepare_arguments)
-        launch(hopper_bwd_kernel, key, (q, k, v, dout, stats, sums, dk, dv), arguments)
+        pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed)
+        launch(hopper_bwd_kernel, key, pointers, arguments)
         launch(hopper_bwd_finish_kernel, key, (sums, live_dq), finish_arguments)
     return dq, dk, dv

@@ -19,6 +19,7 @@ PHILOX_KEY_B = gl.constexpr(0xBB67AE85)
 
 # Triton 3.9 gave the copies new names
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -97,6 +98,15 @@ def softcapped(s, scale, softcap):
     e = exp2(s * slope)
     cap2 = softcap * LOG2E
     return cap2 - 2.0 * cap2 * reciprocal(1.0 + e)
+
+
+@gluon.jit
+def softcapped_slope(s, scale, softcap):
+    """(softcapped scores in base 2, derivative of the capping), from products s."""
+    slope = gl.minimum(2.0 * LOG2E * scale / softcap, 3e38)
+    r = reciprocal(1.0 + exp2(s * slope))
+    cap2 = softcap * LOG2E
+    return cap2 - 2.0 * cap2 * r, 4.0 * (r - r * r)  # tanh = 1 - 2 r
 
 
 @gluon.jit
@@ -195,3 +205,94 @@ def unpacked(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
         "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=dtype.value, is_pure=True, pack=2
     )
     return gl.convert_layout(p, LAYOUT)
+
+
+@gluon.constexpr_function
+def bits_layout():
+    """Of a warpgroup's product [64 keys, 64 queries] as [4, 2, 4, 2 keys, 8, 8 queries]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0], [0, 0, 0, 0, 4, 0]],
+        [[0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 4], [0, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0]],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        [],
+        [4, 2, 4, 2, 8, 8],
+    )
+
+
+@gluon.jit
+def not_below(words, limit, PRMT: gl.constexpr):
+    """All ones in each half of a word whose byte is not below the limit's."""
+    return gl.inline_asm_elementwise(
+        "set.ge.u32.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [two_bytes(words, PRMT), limit],
+        dtype=gl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def draw_bits(seed, head, i_first, first_key, drop_threshold, bits_smem):
+    """What dropout keeps of 64 queries and 64 keys, in shared memory: uint32 [4, 4, 8], for `kept`.
+
+    A call of the generator serves 16 keys of one query, which lie in many threads of a product [keys,
+    queries] (see `primitives.keep_tile`). So each is made once, and its word w, the keys 16 w + (0, 1, 8, 9)
+    + 2 c of call c, gives four bits of bits[w, c, i % 8], from 4 (i // 8) on.
+    """
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1, 0]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
+        [[0, 1, 0, 0], [0, 2, 0, 0]],
+        [],
+        [1, 4, 8, 8],
+    )
+    CALLS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    EIGHTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    ONES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    calls = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=CALLS)[None, :], 2), 3)
+    eights = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=EIGHTS)[None, :], 1), 3)
+    ones = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=ONES)[None, :], 1), 2)
+    zeros = gl.zeros([1, 4, 8, 8], gl.uint32, layout=LAYOUT)
+    c0 = zeros + (i_first + eights * 8 + ones).to(gl.uint32)
+    c1 = zeros + (first_key // 16 + calls).to(gl.uint32)
+    words = philox(seed, c0, c1, zeros + head.to(gl.uint32))
+    limit = zeros + ((drop_threshold | (drop_threshold << 16)) | 0x64006400).to(gl.uint32)
+    for w in gl.static_range(4):
+        first = not_below(words[w], limit, "prmt.b32 $0, $1, 0x64646464, 0x4140;")
+        second = not_below(words[w], limit, "prmt.b32 $0, $1, 0x64646464, 0x4342;")
+        four = (first & 0x00020001) | (second & 0x00080004)
+        four = ((four | (four >> 16)) & 15) << (eights * 4).to(gl.uint32)
+        bits_smem.slice(w, 1).store(gl.sum(four, 2))
+
+
+@gluon.jit
+def kept(bits_smem, S_LAYOUT: gl.constexpr):
+    """bool [64 keys, 64 queries] in the layout of a warpgroup's product, from `draw_bits`: nothing moves."""
+    LAYOUT: gl.constexpr = bits_layout()
+    HELD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT)))
+    bits = gl.expand_dims(gl.expand_dims(gl.expand_dims(bits_smem.load(HELD), 1), 3), 4)
+    bits = (bits >> along(2, 3).to(gl.uint32)) | gl.zeros([4, 2, 4, 2, 8, 8], gl.uint32, layout=LAYOUT)
+    # in any one place a constant: one instruction tests it
+    place = 1 << (along(2, 1) * 2 + along(8, 4) * 4).to(gl.uint32)
+    return gl.convert_layout(((bits & place) != 0).reshape([64, 64]), S_LAYOUT)
+
+
+@gluon.constexpr_function
+def along_layout(dim):
+    """Of a vector along one dimension of `bits_layout`."""
+    layout = bits_layout()
+    for other in range(5, -1, -1):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def along(SIZE: gl.constexpr, DIM: gl.constexpr):
+    """0, 1, ... SIZE - 1 along one dimension of `bits_layout`, 1 in the others."""
+    x = gl.arange(0, SIZE, layout=along_layout(DIM))
+    for other in gl.static_range(6):
+        if other != DIM:
+            x = gl.expand_dims(x, other)
+    return x

@@ -136,6 +136,25 @@ def prefetch(ids_ptr, COUNT: gl.constexpr):
     )
 
 
+# few rows at once: a copying warp has few registers
+EIGHT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
+
+
+@gluon.jit
+def rows_of_eight():
+    """0 to 7 as `clear_eight` wants its rows."""
+    return gl.arange(0, 8, layout=gl.SliceLayout(1, EIGHT))
+
+
+@gluon.jit
+def clear_eight(rows, i, hidden):
+    """Zeros in those of rows [N, D] 8 i to 8 i + 7 that are hidden [8]; by one warp."""
+    for j in gl.static_range(rows.shape[1] // 64):
+        part = rows.slice(i * 8, 8).slice(j * 64, 64, dim=1)
+        values = part.load(EIGHT)
+        part.store(gl.where(hidden[:, None], gl.zeros_like(values), values))
+
+
 @gluon.jit
 def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr, padded):
     """Copies a tile of v, with zeros in the rows of padding, which may hold NaN; by one warp.
@@ -151,15 +170,9 @@ def copy_cleared(v_desc, v_at, tile, full, raw, cleared, ids_ptr, padded):
         mbarrier.expect(raw, BYTES)
         copy_in(v_desc, v_at, raw, tile)
         mbarrier.wait(raw, cleared & 1)
-        # few at once: a copying warp has few registers
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
         rows = tile.reshape([BLOCK_N, BLOCK_D])
         for i in gl.static_range(BLOCK_N // 8):
-            ids = gl.load(ids_ptr + i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)))
-            for j in gl.static_range(BLOCK_D // 64):
-                part = rows.slice(i * 8, 8).slice(j * 64, 64, dim=1)
-                values = part.load(LAYOUT)
-                part.store(gl.where((ids < 0)[:, None], gl.zeros_like(values), values))
+            clear_eight(rows, i, gl.load(ids_ptr + i * 8 + rows_of_eight()) < 0)
         fence_async_shared()
         mbarrier.arrive(full, count=1)
         cleared += 1

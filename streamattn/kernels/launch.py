@@ -531,5 +531,6 @@ UNSPECIALIZED = (
     "head_start",
     "row_start",
     "row_stop",
+    "first_query",
 )
 _VARYING = frozenset(UNSPECIALIZED)

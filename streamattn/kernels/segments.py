@@ -190,6 +190,20 @@ def query_spans(
     return spans, q_ids, kv_ids
 
 
+def key_spans(
+    q_segments: Tensor, kv_segments: Tensor, window_left: int, window_right: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`query_spans` the other way round: of queries for each 64 keys; the rule is the same for both.
+
+    Arguments as there; returns spans [B, ceil(Tk / 64), 8] of queries, and the ids of queries and of keys, -1
+    for padding and for whatever sees nothing or is seen by nobody.
+    """
+    spans, kv_ids, q_ids = query_spans(kv_segments, q_segments, window_right, window_left)
+    if q_ids is not kv_ids:
+        kv_ids = query_spans(q_segments, kv_segments, window_left, window_right)[2]
+    return spans, q_ids, kv_ids
+
+
 def _same(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are one."""
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())

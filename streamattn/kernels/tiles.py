@@ -175,7 +175,7 @@ class HopperBackwardTile:
     DQ_REGISTERS: int
 
 
-# head dimension of q, k and v -> tile
+# head dimension of q, k and v, up to -> tile
 HOPPER_BACKWARD_TILES = {
     64: HopperBackwardTile(3, True, 184, 104),
     128: HopperBackwardTile(2, False, 240, 0),

@@ -225,6 +225,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         static_range=range,
         store=store,
         sum=_reduction(torch.sum),
+        thread_barrier=lambda: None,
         to_tensor=lambda x: x if isinstance(x, (Scalar, Block)) else Scalar(x),
         warp_specialize=machine.warp_specialize,
         where=where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.nn.attention import SDPBackend
 
 from streamattn import attention
 from streamattn.dispatch import Backend, unavailable
-from tests.cases import Case, Inputs, Result, expected, relative_errors, run
+from tests.cases import Beside, Case, Inputs, Result, expected, keep_of, relative_errors, run
 from tests.gpu.peers import compare
+from tests.oracle import visible_pairs
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.gpu
 
@@ -114,6 +117,108 @@ def test_the_gradient_through_lse(sizes, head_dim, served, poisoned):
         their_rms, their_peak = relative_errors(theirs[name], want[name], 1e-30)
         assert rms <= 1.1 * their_rms, name
         assert peak <= 2 * their_peak, name
+
+
+def beside_the_portable_kernel(case: Case, dtype: torch.dtype, served: list[int]) -> None:
+    """As close to float64 as the portable kernel, gradient through lse and dropout included."""
+    inputs = case.build(dtype, "cuda")
+    want = expected(inputs, keep_of(case, seed=1, device="cuda"))
+    results = []
+    for options in ({"backend": "hopper", "deterministic": False}, {"backend": "triton"}):
+        torch.manual_seed(1)
+        results.append(run(attention, inputs, return_lse=True, **options))
+    assert len(served) == 1
+    beside = Beside(dtype)
+    beside.add(results[0], want, results[1])
+    beside.judge(case)
+
+
+FEATURES: dict[str, list[Any]] = {
+    "size": [(64, 64), (513, 513), (1000, 1000), (300, 700), (700, 300), (1111, 90)],
+    "head_dim": [64, 80, 128],
+    "heads": [(4, 4), (6, 2), (3, 1)],
+    "window": [None, "causal", (170, 0), (100, 240), (-1, 30)],
+    "extra": ["nothing", "pair", "lengths", "softcap", "dropout", "pair and softcap", "pair and dropout"],
+    "dtype": [torch.bfloat16, torch.float16],
+    "layout": ["bthd", "bhtd", "fused"],
+}
+
+
+@pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_features(row, served, poisoned):
+    (q_len, kv_len), window, extra = row["size"], row["window"], row["extra"]
+    if isinstance(window, tuple) and window[0] >= 0:  # every key is seen by some query
+        window = (max(window[0], kv_len - q_len), window[1])
+    case = Case(
+        q_heads=row["heads"][0],
+        kv_heads=row["heads"][1],
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=row["head_dim"],
+        causal=window == "causal",
+        window_size=None if window == "causal" else window,
+        segments="pair" if "pair" in extra else "none",
+        lengths="ragged" if "lengths" in extra else "none",
+        softcap=3.0 if "softcap" in extra else None,
+        dropout_p=0.2 if "dropout" in extra else 0.0,
+        layout=row["layout"] if q_len == kv_len else "bthd",
+    )
+    beside_the_portable_kernel(case, row["dtype"], served)
+
+
+@pytest.mark.parametrize("segments", ["ids", "pair"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_documents(head_dim, segments, served, poisoned):
+    case = Case(q_heads=8, q_len=4096, kv_len=4096, head_dim=head_dim, causal=True, segments=segments)
+    inputs = case.build(torch.bfloat16, "cuda")
+    ids = torch.arange(4096, device="cuda", dtype=torch.int32).expand(2, -1) // 300
+    ids = ids.masked_fill(torch.arange(4096, device="cuda") >= 4000, -1).contiguous()
+    inputs.options["segment_ids"] = ids if segments == "ids" else (ids, ids.clone())
+    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    want = run(attention, inputs, return_lse=True, backend="triton")
+    assert served
+    for name in GRADS:
+        assert relative_errors(got[name], want[name], 1e-30)[0] < 4e-3, name
+
+
+HIDING = [
+    {"segments": "ids", "causal": True},
+    {"segments": "pair", "causal": True},
+    {"segments": "pair"},
+    {"lengths": "ragged", "causal": True},
+    {"lengths": "ragged"},
+    {"lengths": "extreme", "causal": True},
+]
+
+
+@pytest.mark.parametrize("options", HIDING, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_nobody_sees_reaches_nothing(head_dim, options, served, poisoned):
+    """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
+    case = Case(q_heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=head_dim, layout="bthd", **options)
+    inputs = case.build(torch.bfloat16, "cuda")
+    clean = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    rule = {name: x for name, x in inputs.options.items() if name in ("causal", "kv_lengths", "segment_ids")}
+    seen = visible_pairs(case.batch, 700, 700, **rule, device="cuda")
+    unseen, blind = (~seen.any(dim) for dim in (2, 3))
+
+    def filled(x: Tensor, where: Tensor, value: float = torch.nan) -> Tensor:
+        return x.detach().masked_fill(where[..., None], value).requires_grad_()
+
+    poisoned_inputs = replace(
+        inputs,
+        q=filled(inputs.q, blind),
+        k=filled(inputs.k, unseen),
+        v=filled(inputs.v, unseen),
+        dout=filled(inputs.dout, blind).detach(),
+    )
+    got = run(attention, poisoned_inputs, return_lse=True, backend="hopper", deterministic=False)
+    assert len(served) == 2
+    assert torch.equal(got["dk"], clean["dk"])
+    assert torch.equal(got["dv"], clean["dv"])
+    assert got["dq"].isfinite().all()
+    assert (got["dq"].masked_select(blind[..., None]) == 0).all()
+    assert relative_errors(got["dq"], clean["dq"], 1e-30)[0] < 2e-3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -32,6 +34,7 @@ from streamattn.kernels import (  # noqa: E402
 from streamattn.kernels.launch import launch  # noqa: E402
 from tests.cases import Case, Result, expected, judge, keep_of, run  # noqa: E402
 from tests.emulator import machine  # noqa: E402
+from tests.oracle import visible_pairs  # noqa: E402
 from tests.pairwise import pairwise  # noqa: E402
 
 HALF = torch.float16
@@ -76,17 +79,18 @@ def check_forward(case: Case) -> None:
 def check(case: Case) -> None:
     """out, lse, dq, dk and dv of a call against float64."""
     inputs = case.build(HALF)
+    torch.manual_seed(1)
     got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
-    judge(got, expected(inputs), HALF, case)
+    judge(got, expected(inputs, keep_of(case, seed=1)), HALF, case)
 
 
 FEATURES: dict[str, list[Any]] = {
     "size": [(64, 64), (150, 150), (300, 300), (130, 200), (200, 330), (257, 90)],
-    "head_dim": [64, 96, 128, 256],
+    "head_dim": [64, 96, 128],
     "heads": [(2, 2), (4, 2), (3, 1)],
     "window": [None, "causal", (70, 0), (100, 40), (-1, 30)],
     "extra": ["nothing", "pair", "lengths", "softcap", "dropout", "pair and softcap", "lengths and softcap"],
-    "layout": ["bthd", "bhtd"],
+    "layout": ["bthd", "bhtd", "fused"],
 }
 
 
@@ -106,13 +110,19 @@ def feature_case(row: dict[str, Any]) -> Case:
         lengths="ragged" if "lengths" in extra else "none",
         softcap=3.0 if "softcap" in extra else None,
         dropout_p=0.2 if "dropout" in extra else 0.0,
-        layout=row["layout"],
+        layout=row["layout"] if q_len == kv_len else "bthd",
         seed=q_len,
     )
 
 
 @pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
-def test_every_pair_of_features_forward(row, served):
+def test_every_pair_of_features(row, served):
+    check(feature_case(row))
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"]
+
+
+@pytest.mark.parametrize("row", pairwise(FEATURES | {"head_dim": [256]}), ids=str)
+def test_every_feature_of_wide_heads_forward(row, served):
     check_forward(feature_case(row))
     assert served == ["hopper_fwd_kernel"]
 
@@ -146,17 +156,57 @@ def test_every_tile(tile, causal, monkeypatch):
     check_forward(Case(q_len=700, kv_len=700, head_dim=64, causal=causal))
 
 
-@pytest.mark.parametrize("segments", ["ids", "pair"])
-def test_what_padding_holds_reaches_nothing(segments):
-    case = Case(q_len=300, kv_len=300, head_dim=64, causal=True, segments=segments)
+HIDING = [
+    {"segments": "ids", "causal": True},
+    {"segments": "pair", "causal": True},
+    {"segments": "pair"},
+    {"lengths": "ragged", "causal": True},
+    {"lengths": "ragged"},
+    {"lengths": "extreme", "causal": True},
+    {"causal": True, "q_len": 400},
+]
+
+
+def test_padding_between_the_queries_of_two_halves_reaches_nothing():
+    """No span of 64 keys has those queries near, but the tiles of 128 keys' spans together do."""
+    case = Case(q_len=384, kv_len=384, head_dim=64, layout="bthd", segments="pair")
     inputs = case.build(HALF)
-    ids = inputs.options["segment_ids"]
-    hidden = (ids if segments == "ids" else ids[1]) < 0
-    with torch.no_grad():
-        clean = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="hopper")
-        k, v = (x.masked_fill(hidden[:, None, :, None], torch.nan) for x in (inputs.k, inputs.v))
-        assert k.isnan().any()
-        assert torch.equal(attention(inputs.q, k, v, **inputs.options, backend="hopper"), clean)
+    ids = torch.tensor([0, -1, 1], dtype=torch.int32).repeat_interleave(128).expand(2, -1).contiguous()
+    theirs = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(192).expand(2, -1).contiguous()
+    inputs.options["segment_ids"] = (ids, theirs)
+    want = expected(inputs)
+    blind = (ids < 0)[:, None, :, None]
+    inputs.dout.masked_fill_(blind, torch.nan)
+    inputs = replace(inputs, q=inputs.q.detach().masked_fill(blind, torch.nan).requires_grad_())
+    judge(run(attention, inputs, return_lse=True, backend="hopper", deterministic=False), want, HALF, case)
+
+
+@pytest.mark.parametrize("options", HIDING, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_nobody_sees_reaches_nothing(head_dim, options):
+    """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
+    case = Case(**({"q_len": 300, "kv_len": 300, "head_dim": head_dim, "layout": "bthd"} | options))
+    inputs = case.build(HALF)
+    want = expected(inputs)
+    rule = {name: x for name, x in inputs.options.items() if name in ("causal", "kv_lengths", "segment_ids")}
+    seen = visible_pairs(case.batch, case.q_len, case.kv_len, **rule)
+    unseen, blind = (~seen.any(dim).expand(-1, 2, -1) for dim in (2, 3))
+    assert unseen.any() or blind.any()
+
+    def poisoned(x: Tensor, where: Tensor) -> Tensor:
+        return x.detach().masked_fill(where[..., None], torch.nan).requires_grad_()
+
+    inputs = replace(
+        inputs,
+        q=poisoned(inputs.q, blind),
+        k=poisoned(inputs.k, unseen),
+        v=poisoned(inputs.v, unseen),
+        dout=inputs.dout.masked_fill(blind[..., None], torch.nan),
+        dlse=inputs.dlse.masked_fill(blind, torch.nan),
+    )
+    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    judge(got, want, HALF, case)
+    assert (got["dq"].masked_select(blind[..., None]) == 0).all()
 
 
 # module, function, what it says, what it could say by mistake
@@ -174,7 +224,8 @@ FAULTS = [
     ),
     (hopper_backward_warps, "step", "await_release(DS_FULL, CONSUMERS * 128)", "pass"),
     (hopper_backward_warps, "add_dq", "tma.store_wait(0)", "pass"),
-    (hopper_backward_warps, "copy_pair", "+ ROWS * 4", "+ ROWS * 8"),
+    (hopper_backward_warps, "copy_pair", "ROW_BYTES + ROWS * 4", "ROW_BYTES + ROWS * 8"),
+    (hopper_backward_warps, "hide", "(rows + last_of_0)", "(rows + last_of_0 - 1)"),
     (hopper_backward_warps, "producer", "if t >= STAGES:", "if t > STAGES:"),
 ]
 
