@@ -259,10 +259,12 @@ def choose(
 ) -> Backend:
     """The implementation that serves the call; arguments as `unsupported` takes them.
 
-    ``auto`` takes the first that can: on CUDA the decode kernel for a paged cache, or the Hopper kernel for
-    `MIN_HOPPER_QUERIES` queries or more, then portable Triton, else the reference; on the CPU PyTorch's fused
-    attention, else the reference. The kernels for wide heads, and that for decoding on a cache without pages,
-    serve who names them: they have been run in the interpreter alone, on no GPU yet.
+    ``auto`` takes the first that can: on CUDA the kernels for wide heads above a head dimension of 256; up to
+    that the decode kernel for up to `MAX_DECODE_QUERIES` queries, or the Hopper kernel for
+    `MIN_HOPPER_QUERIES` or more, then portable Triton; else the reference; on the CPU PyTorch's fused
+    attention, else the reference. The decode kernel is taken whatever the number of keys: of few it makes one
+    split, and its tiles are of the size of so few queries. Its ``lse`` is that of all, so where a gradient is
+    wanted the portable backward follows it.
 
     Raises:
         ValueError: an explicit backend can't serve the call; the message says why.
@@ -276,9 +278,11 @@ def choose(
         return backend
     if q.is_cpu:
         candidates = (Backend.SDPA,)
-    elif masks.block_table is not None:
-        candidates = (Backend.DECODE,)
-    elif q.shape[-2] < MIN_HOPPER_QUERIES:  # known at once where every microsecond counts, at decoding
+    elif q.shape[-1] > MAX_TRITON_HEAD_DIM or v.shape[-1] > MAX_TRITON_HEAD_DIM:
+        candidates = (Backend.WIDE,)
+    elif q.shape[-2] <= MAX_DECODE_QUERIES:  # known at once where every microsecond counts
+        candidates = (Backend.DECODE, Backend.TRITON)
+    elif q.shape[-2] < MIN_HOPPER_QUERIES:
         candidates = (Backend.TRITON,)
     else:
         candidates = (Backend.HOPPER, Backend.TRITON)

@@ -140,13 +140,15 @@ def test_wide_heads_need_an_ampere_gpu_or_the_interpreter(capability, serves, mo
     ("head_dim", "value_dim", "dtype", "want"),
     [
         (256, 256, torch.float16, Backend.TRITON),
-        (257, 64, torch.float16, Backend.REFERENCE),
-        (64, 512, torch.float32, Backend.REFERENCE),
+        (257, 64, torch.float16, Backend.WIDE),
+        (64, 512, torch.float32, Backend.WIDE),
         (512, 512, torch.float64, Backend.REFERENCE),
         (8193, 64, torch.float16, Backend.REFERENCE),
     ],
 )
-def test_auto_on_a_gpu_takes_the_reference_for_wide_heads(head_dim, value_dim, dtype, want, monkeypatch):
+def test_auto_on_a_gpu_takes_the_kernels_for_wide_heads_above_256(
+    head_dim, value_dim, dtype, want, monkeypatch
+):
     monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
     q, k, v = qkv(head_dim, value_dim, device="meta", dtype=dtype)
     options = PLAIN | dict[str, Any](softcap=2.0, dropout_p=0.1)
@@ -311,8 +313,8 @@ def test_who_reads_no_paged_cache_says_so(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("q_len", "options", "want"),
     [
-        (1, {}, Backend.TRITON),
-        (16, {"masks": Masks(kv_lengths=LENGTHS, block_table=SEGMENTS)}, Backend.DECODE),
+        (1, {}, Backend.DECODE),
+        (16, {}, Backend.DECODE),
         (17, {}, Backend.TRITON),
         (64, {}, Backend.HOPPER),
         (1, {"dropout_p": 0.1}, Backend.TRITON),

@@ -18,7 +18,7 @@ from tests.cases import relative_errors
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, params=["triton", "decode"])
+@pytest.fixture(autouse=True, params=["auto", "triton"])
 def nothing_served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     ops.KINDS.clear()
     named = functools.partial(streamattn.attention, backend=request.param)

@@ -50,11 +50,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
     judge(decoded(inputs), wanted(inputs), dtype, case, peer=rounded(inputs, None))
 
 
-def test_auto_takes_it_for_a_paged_cache():
+def test_auto_takes_it_for_few_queries():
     q = torch.zeros(1, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
-    options: dict[str, Any] = {"scale": 1.0, "window_left": UNBOUNDED, "softcap": 0.0}
-    table = torch.zeros(1, 1, device="cuda", dtype=torch.int32)
-    options["masks"] = Masks(kv_lengths=table[0], block_table=table)
+    options: dict[str, Any] = {"masks": Masks(), "scale": 1.0, "window_left": UNBOUNDED, "softcap": 0.0}
     assert choose(Backend.AUTO, q, q, q, dropout_p=0.0, **options) is Backend.DECODE
 
 

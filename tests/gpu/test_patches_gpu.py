@@ -65,7 +65,7 @@ def test_greedy_generation_token_for_token(family, cache, pads, device, backends
     ids, mask = batch(device, 16, *pads)
     options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": "static"}
     assert torch.equal(greedy(patched, ids, mask, **options), greedy(reference, ids, mask))
-    assert set(backends) == {Backend.TRITON}
+    assert set(backends) == {Backend.DECODE}  # for the prompt too, which is short
 
 
 def test_training_under_autocast_follows_float32(family, device, backends):

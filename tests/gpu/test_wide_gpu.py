@@ -9,7 +9,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from streamattn import attention
+from streamattn.dispatch import Backend, Masks, choose
 from streamattn.kernels import tiles
+from streamattn.pattern import UNBOUNDED
 from tests.cases import Case, Inputs, Result, expected, judge, keep_of, run
 from tests.gpu.peers import compare
 from tests.pairwise import pairwise
@@ -21,6 +23,14 @@ HALF = [torch.bfloat16, torch.float16]
 
 def ours(inputs: Inputs, **extra: Any) -> Result:
     return run(attention, inputs, return_lse=True, backend="wide", **extra)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [257, 512, 8192])
+def test_auto_is_the_kernel(head_dim, dtype):
+    q = torch.zeros(1, 1, 16, head_dim, device="cuda", dtype=dtype)
+    options: dict[str, Any] = {"masks": Masks(), "scale": 1.0, "window_left": UNBOUNDED}
+    assert choose(Backend.AUTO, q, q, q, softcap=5.0, dropout_p=0.1, **options) is Backend.WIDE
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
