@@ -27,15 +27,16 @@ DENSE = ("eager", "sdpa")
 KNOWN = (*DENSE, NAME)
 """Implementations whose masks say all that layers don't."""
 
-_NAMED, _SHARED = ModelConfig.__dict__["named"].__get__, LayerConfig.__dict__["shared"].__get__
+_field = object.__getattribute__
+"""Reads a view's own field past `PretrainedConfig`, see `hf.setting`."""
 
 
 def mask_maker(config: Any) -> str | None:
     """The implementation whose masks a layer gets, by its configuration: its model's."""
-    while isinstance(config, LayerConfig):  # asked past `PretrainedConfig`, see `hf.setting`
-        if isinstance(config, ModelConfig) and _NAMED(config):
+    while isinstance(config, LayerConfig):
+        if isinstance(config, ModelConfig) and _field(config, "named"):
             return NAME
-        config = _SHARED(config)
+        config = _field(config, "shared")
     return config._attn_implementation
 
 
