@@ -115,6 +115,11 @@ def attention_weights(
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    if not torch.amp.is_autocast_available(device.type):
+    if not _has_autocast(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+@torch.compiler.assume_constant_result  # which PyTorch 2.11 can't trace
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
