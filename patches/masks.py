@@ -38,6 +38,7 @@ from patches.views import LayerConfig
 _CAUSAL = "causal_mask_function"
 _FULL = "bidirectional_mask_function"
 _AND = "and_masks.<locals>.and_mask"
+_AND_CODE = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _REMAP = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 _DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
@@ -224,8 +225,8 @@ def _pattern_unread(
         return _Pattern(True, False, False, False)
     if bidirectional and mask_function is masking_utils.bidirectional_mask_function:
         return _Pattern(False, False, False, False)
-    # Asked for with a default, torch.compile doesn't know the name of a function made at run time.
-    made = isinstance(mask_function, FunctionType) and mask_function.__qualname__ == _AND
+    # By the code, as torch.compile doesn't know the name of a function made at run time.
+    made = isinstance(mask_function, FunctionType) and mask_function.__code__ is _AND_CODE
     if not made or use_vmap is not False:
         return None
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)

@@ -442,9 +442,10 @@ def flash_attn_with_kvcache(
         v_cache: [Bc, S, Hkv, Dv] likewise.
         k: [B, Tnew, Hkv, D], new keys. Default None: the cache is only read.
         v: [B, Tnew, Hkv, Dv], new values.
-        rotary_cos: [positions, R / 2], R <= D, positions >= S: ``k`` and q are rotated in their first R
-            dimensions, token ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every
-            query at ``cache_seqlens``. Needs ``k``. Default None.
+        rotary_cos: [positions, R / 2], R <= D: ``k`` and q are rotated in their first R dimensions, token
+            ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every query at
+            ``cache_seqlens``. As many positions as S, and as there are more queries than new keys.
+            Needs ``k``. Default None.
         rotary_sin: [positions, R / 2] likewise.
         cache_seqlens: how many tokens each sequence has in the cache, before new ones: an int, or int32 [B]
             on q's device. Default None: the cache is full. On the CPU a value without room for the new tokens
@@ -493,9 +494,12 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         check_pages(q, block_table, cache_batch_idx)
         capacity *= block_table.shape[1]
-    if rotary_cos is not None and rotary_sin is not None:
-        check_rotary(rotary_cos, rotary_sin, q, capacity)
     new = 0 if k is None else k.shape[1]
+    if rotary_cos is not None and rotary_sin is not None:
+        turned = (
+            q.shape[1] if causal or tuple(window_size) != (-1, -1) else 1
+        )  # places of q from the new keys' on
+        check_rotary(rotary_cos, rotary_sin, q, capacity + max(turned - new, 0))
     filled = None if cache_seqlens is None else _fill_levels(cache_seqlens, q, new, capacity)
 
     if k is not None and v is not None and filled is not None:

@@ -122,13 +122,13 @@ def check_written_pages(pages: Tensor, count: int) -> None:
         )
 
 
-def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, capacity: int) -> None:
-    """The tables fit q and each other, and have a row for every place of the cache."""
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
+def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, places: int) -> None:
+    """The tables fit q and each other, and have a row for each of so many places."""
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < places:
         raise ValueError(
             "rotary_cos and rotary_sin must both have shape [positions, R / 2] with R of at most q's "
-            f"{q.shape[3]} and positions of at least the cache's {capacity}, got {list(cos.shape)} and "
-            f"{list(sin.shape)}"
+            f"{q.shape[3]} and positions of at least {places}, the cache's and those of queries behind it, "
+            f"got {list(cos.shape)} and {list(sin.shape)}"
         )
 
 

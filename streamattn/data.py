@@ -191,11 +191,15 @@ def _split_files(root: Path, files: list[Path], share: float) -> tuple[list[str]
 
 
 def _read_text(path: Path) -> str | None:
-    """The file's text; None if it isn't UTF-8 text or can't be read."""
+    """The file's text; None if it isn't UTF-8 text."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError):
+    except UnicodeDecodeError:
         return None
+    except OSError as error:
+        raise ValueError(
+            f"data: can't read {str(path)!r}: {error.strerror}; allow it, or take it away"
+        ) from None
     return None if "\0" in text else text
 
 

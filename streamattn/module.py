@@ -329,7 +329,8 @@ class StreamMultiHeadAttention(FusedMultiHead):
     Differences:
 
     - A query that may see no key gives 0 (before the output projection), where torch gives NaN.
-    - `is_causal=True` needs no mask.
+    - `is_causal=True` needs no mask, and leaves what `add_bias_kv` and `add_zero_attn` append in sight, as
+      torch does where it returns weights; without them it hides that from all queries.
     - With dropout, the returned weights are those before dropout, so that each row still sums to one; torch
       returns them after it. Rates are rounded to 1/256.
     - Under autocast the returned weights are float32; torch's are of autocast's dtype.

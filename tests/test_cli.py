@@ -62,7 +62,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=400)
     assert (process.returncode, err) == (1, "")
 
 
@@ -83,7 +83,7 @@ def test_python_dash_m() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     assert done.returncode == 2
     assert done.stdout == ""

@@ -201,7 +201,7 @@ NONE = torch.zeros(2, dtype=torch.int32)
                     Q, Q, Q, Q[:, :1], Q[:, :1], *map(torch.zeros, tables), cache_seqlens=0
                 ),
                 ValueError,
-                r"\[positions, R / 2\] with R of at most q's 8 and positions of at least the cache's 4, got",
+                r"\[positions, R / 2\] with R of at most q's 8 and positions of at least 4, the cache's",
             )
             for tables in [((3, 4), (3, 4)), ((4, 5), (4, 5)), ((4, 4), (4, 2)), ((2, 4, 4), (2, 4, 4))]
         ),
@@ -214,6 +214,16 @@ NONE = torch.zeros(2, dtype=torch.int32)
             lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q, rotary_cos=Q[0, :, 0], cache_seqlens=0),
             ValueError,
             "rotary_cos and rotary_sin",
+        ),
+        *(
+            (  # its last queries lie behind the cache
+                lambda seen=seen: flash_attn_with_kvcache(
+                    Q, Q, Q, Q[:, :1], Q[:, :1], *torch.ones(2, 6, 4), cache_seqlens=3, **seen
+                ),
+                ValueError,
+                r"positions of at least 7, .* got \[6, 4\]",
+            )
+            for seen in ({"causal": True}, {"window_size": (0, 0)})
         ),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import datasets
 import numpy as np
@@ -137,6 +138,23 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         ValueError, match=r"can't read .*binary.txt': Permission denied; let this user read it, or"
     ):
         read_documents(str(binary))
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    read = Path.read_text
+
+    def refuses(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == "7.txt":
+            raise PermissionError(13, "Permission denied")
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", refuses)
+    with pytest.raises(ValueError, match=r"data: can't read '.*7\.txt': Permission denied; allow it"):
+        list(map(list, read_documents(tmp_path)))
 
 
 def test_a_data_set_gives_its_text_column_and_its_own_split(
