@@ -5,6 +5,7 @@ Needs Triton's compiler. Tensors may lie on the meta device: only their types ar
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections import Counter
@@ -49,6 +50,7 @@ class Compiled(NamedTuple):
         products: the tensor cores' instructions with their shapes and types, such as HMMA.1688.F32.TF32.
         product_waits: how often the tensor cores are waited for.
         undefined: instructions that read a uniform register which nothing above has written.
+        before_wait: as instructions, of those above the wait for the kernel before; all where there is none.
     """
 
     shared: int
@@ -56,6 +58,7 @@ class Compiled(NamedTuple):
     products: Counter[str]
     product_waits: int
     undefined: list[str]
+    before_wait: Counter[str]
 
     @property
     def spills(self) -> int:
@@ -95,10 +98,12 @@ def compiled(launch: Launch, arch: str, folder: Path) -> Compiled:
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # "/*0040*/   @P0 LDL.64 R4, [R1] ;"
     lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9][^;]*)", sass, flags=re.MULTILINE)
-    names = Counter(re.split(r"[. ]", line)[0] for line in lines)
+    names = [re.split(r"[. ]", line)[0] for line in lines]
+    before = Counter(itertools.takewhile(lambda name: name != "ACQBULK", names))
     products = Counter(line.split()[0] for line in lines if re.match(r"HG?MMA\.", line))
     waits = sass.count("WARPGROUP.DEPBAR")
-    return Compiled(binary.metadata.shared, names, products, waits, undefined_reads(lines))
+    undefined = undefined_reads(lines)
+    return Compiled(binary.metadata.shared, Counter(names), products, waits, undefined, before)
 
 
 def undefined_reads(lines: list[str]) -> list[str]:

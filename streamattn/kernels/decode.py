@@ -3,7 +3,8 @@
 With one query a head, the time is that of reading the keys and values once. So the query heads that share a
 head of keys are the rows of one tile, and the keys are split over as many programs as keep the memory busy
 (Flash-Decoding, Dao et al. 2023). Where they are split, each program leaves its accumulator, maximum and
-denominator in float32, and a second kernel adds them up in a fixed order.
+denominator in float32, and a second kernel adds them up in a fixed order. From sm_90 on it is started while
+the first one runs (programmatic dependent launch) and waits on the device for what it reads.
 
 How many programs there are is decided on the host, from shapes; which keys each one reads on the device, from
 ``kv_lengths`` and the window, so a long cache that holds little is split as finely as a full one. Nothing
@@ -38,6 +39,7 @@ from streamattn.kernels.launch import (
     multiprocessor_count,
     padded,
     product_precision,
+    starts_early,
     strides,
     tile_for,
 )
@@ -61,24 +63,34 @@ from streamattn.kernels.primitives import (
 )
 from streamattn.kernels.tiles import DECODE_PROGRAMS, DECODE_SPLIT, MAX_DECODE_SPLITS, Tile
 
-COMBINED = 16  # splits that are added up at once
+COMBINED_COLUMNS = 16  # of a head, which one warp adds up for all splits at once
 
 
 @triton.jit
 def key_offsets(
-    keys, key_mask, table_ptr, stride_table_p, num_pages, stride_b, stride_t, PAGE_SIZE: tl.constexpr
+    n_start,
+    steps,
+    key_mask,
+    table_ptr,
+    stride_table_p,
+    num_pages,
+    stride_b,
+    stride_t,
+    PAGE_SIZE: tl.constexpr,
 ):
-    """Offsets of keys [N] of a head in memory, int64; of a paged cache by its table's row.
+    """Offsets of keys n_start + steps [N] of a head in memory, int64; of a paged cache by its table's row.
 
     An entry that names no page is taken for one that does: nothing outside of the cache is read.
     """
     if PAGE_SIZE > 0:
+        keys = n_start + steps
         pages = table_ptr + (keys // PAGE_SIZE).to(tl.int64) * stride_table_p
         page = tl.load(pages, mask=key_mask, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
         offsets = page * stride_b + (keys % PAGE_SIZE).to(tl.int64) * stride_t
     else:
-        offsets = keys.to(tl.int64) * stride_t
+        # the second term is the same for all tiles
+        offsets = tl.cast(n_start, tl.int64) * stride_t + steps.to(tl.int64) * stride_t
     return offsets
 
 
@@ -148,12 +160,16 @@ def decode_fwd_kernel(
     HAS_SPLITS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One split of the keys for BLOCK_M of a group's rows: out and lse, or a part of them under HAS_SPLITS.
 
     Row r of a group is query r % Tq of its head r // Tq. The parts are float32 in three runs: accumulators
-    [B, Hq, Tq, splits, Dv], maxima in base 2 [B, Hq, Tq, splits], denominators likewise.
+    [B, Hq, Tq, splits, Dv], maxima in base 2 [B, Hq, Tq, splits], denominators likewise. DEPENDENT where the
+    kernel that adds them up starts before they are there.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     group_rows = group * q_len
     num_tiles = tl.cdiv(group_rows, BLOCK_M)
     pid = tl.program_id(0)
@@ -213,11 +229,12 @@ def decode_fwd_kernel(
         l = tl.where(split == 0, 1.0, l)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
+    steps = tl.arange(0, BLOCK_N)
     for n_start in range(begin, end, BLOCK_N):
-        keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        keys = n_start + steps  # [BLOCK_N]
         key_mask = (keys >= start) & (keys < stop)
         k_rows = key_offsets(
-            keys, key_mask, table_ptr, stride_table_p, num_pages, stride_k_b, stride_k_t, PAGE_SIZE
+            n_start, steps, key_mask, table_ptr, stride_table_p, num_pages, stride_k_b, stride_k_t, PAGE_SIZE
         )
         k = load_rows(k_ptr, k_rows, cols_d, 1, key_mask, HEAD_DIM, BLOCK_D, False, False)
         s = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -247,7 +264,7 @@ def decode_fwd_kernel(
         s = tl.where(seen, s, float("-inf"))
         p, rescale, m, l = online_softmax_update(s, m, l, score_scale, True)
         v_rows = key_offsets(
-            keys, key_mask, table_ptr, stride_table_p, num_pages, stride_v_b, stride_v_t, PAGE_SIZE
+            n_start, steps, key_mask, table_ptr, stride_table_p, num_pages, stride_v_b, stride_v_t, PAGE_SIZE
         )
         v = load_rows(v_ptr, v_rows, cols_dv, 1, key_mask, HEAD_DIM_V, BLOCK_DV, False, False)
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
@@ -287,38 +304,42 @@ def decode_combine_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    COMBINED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """out and lse of one query of a head from the parts that `decode_fwd_kernel` left."""
-    row = tl.program_id(0).to(tl.int64)  # of [B, Hq, Tq]
+    """COLUMNS columns of out, and lse, of one query of a head from the parts that `decode_fwd_kernel` left.
+
+    All that a program reads is asked for at once: one wait for memory, however many splits there are.
+    """
+    pid = tl.program_id(0)
+    row = (pid // (BLOCK_DV // COLUMNS)).to(tl.int64)  # of [B, Hq, Tq]
+    cols = pid % (BLOCK_DV // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    col_mask = cols < HEAD_DIM_V
     i, head = row % q_len, row // q_len
     b, h = head // num_heads, head % num_heads
     num_parts = batch.to(tl.int64) * num_heads * q_len * num_splits
     stats_ptr = parts_ptr + num_parts * HEAD_DIM_V + row * num_splits
     parts_ptr += row * num_splits * HEAD_DIM_V
-    cols = tl.arange(0, BLOCK_DV)
     splits = tl.arange(0, MAX_SPLITS)
     split_mask = splits < num_splits
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     maxima = tl.load(stats_ptr + splits, mask=split_mask, other=float("-inf"))
     denominators = tl.load(stats_ptr + num_parts + splits, mask=split_mask, other=0.0)
+    parts = tl.load(
+        parts_ptr + splits[:, None] * HEAD_DIM_V + cols[None, :],
+        mask=split_mask[:, None] & col_mask[None, :],
+        other=0.0,
+    )  # [MAX_SPLITS, COLUMNS]
     m = tl.max(maxima)
     base = tl.where(m == float("-inf"), 0.0, m)  # nothing is seen: exp2(-inf - 0) = 0
-    l = tl.sum(tl.exp2(maxima - base) * denominators)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for first in range(0, num_splits, COMBINED):
-        at = first + tl.arange(0, COMBINED)
-        at_mask = at < num_splits
-        weights = tl.exp2(tl.load(stats_ptr + at, mask=at_mask, other=float("-inf")) - base)
-        part = tl.load(
-            parts_ptr + at[:, None] * HEAD_DIM_V + cols[None, :],
-            mask=at_mask[:, None] & (cols[None, :] < HEAD_DIM_V),
-            other=0.0,
-        )
-        acc += tl.sum(weights[:, None] * part, 0)
-    acc /= tl.where(l == 0.0, 1.0, l)
+    weights = tl.exp2(maxima - base)
+    l = tl.sum(weights * denominators)
+    out = tl.sum(weights[:, None] * parts, 0) / tl.where(l == 0.0, 1.0, l)
     out_ptr += b * stride_out_b + h * stride_out_h + i * stride_out_t
-    tl.store(out_ptr + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < HEAD_DIM_V)
-    tl.store(lse_ptr + row, (m + tl.log2(l)) * LN2)
+    tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=col_mask)
+    if pid % (BLOCK_DV // COLUMNS) == 0:
+        tl.store(lse_ptr + row, (m + tl.log2(l)) * LN2)
 
 
 def tile_of(q: Tensor, v: Tensor, group: int) -> Tile:
@@ -405,6 +426,7 @@ def attention_forward(
             PAGE_SIZE=page_size,
             HAS_SINKS=sinks is not None,
             HAS_SPLITS=splits > 1,
+            DEPENDENT=splits > 1 and starts_early(q),
         )
 
     mask_ptrs = mask_pointers(*masks, None)[:-1]
@@ -421,17 +443,22 @@ def _combine(out: Tensor, lse: Tensor, parts: Tensor, splits: int) -> None:
     batch, num_heads, q_len, head_dim_v = out.shape
 
     def arguments() -> tuple[int, dict[str, Any]]:
-        return batch * num_heads * q_len, dict(
+        early = starts_early(out)
+        block = padded(head_dim_v, head_dim_v, 4)
+        columns = min(block, COMBINED_COLUMNS)
+        return batch * num_heads * q_len * (block // columns), dict(
             **strides("out", out),
             batch=batch,
             num_heads=num_heads,
             q_len=q_len,
             num_splits=splits,
             HEAD_DIM_V=head_dim_v,
-            BLOCK_DV=padded(head_dim_v, head_dim_v, 4),
+            BLOCK_DV=block,
             MAX_SPLITS=MAX_DECODE_SPLITS,
-            COMBINED=COMBINED,
-            num_warps=4,
+            COLUMNS=columns,
+            DEPENDENT=early,
+            num_warps=1,
+            launch_pdl=early,
         )
 
     launch(decode_combine_kernel, (out.shape, out.dtype, splits), (out, lse, parts), arguments)

@@ -50,6 +50,11 @@ def architecture_of(x: Tensor) -> Architecture:
     return architecture(torch.cuda.get_device_capability(x.device) if x.is_cuda else None)
 
 
+def starts_early(x: Tensor) -> bool:
+    """Whether x's device can start a kernel while the one before it runs (Triton's option ``launch_pdl``)."""
+    return architecture_of(x) == "sm_90"
+
+
 def tile_for(name: Pass, q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tile:
     """The tile of a pass over these tensors, on their device."""
     widest = max(q.shape[3], v.shape[3])

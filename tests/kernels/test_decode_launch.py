@@ -77,7 +77,7 @@ def test_a_call_of_a_kind_is_launched_again_as_its_first_was(kernels, kv_len, sp
     assert list(short_combine.values())[:3] == [*(x.data_ptr() for x in served), short["parts_ptr"]]
     rest = combine.arg_names[3:]
     assert {name: short_combine[name] for name in rest} == {name: combine.by_triton[1][name] for name in rest}
-    assert combine.short[0][0] == 2 * 4
+    assert combine.short[0][0] == 2 * 4 * (32 // decode.COMBINED_COLUMNS)
 
 
 def test_more_splits_are_planned_once_under_the_same_kind(kernels):

@@ -349,6 +349,19 @@ def test_the_short_way_and_tritons_give_the_same_to_the_functions_in_c(maps):
     assert maps.encoded[-1] == maps.encoded[-2] == (other_x.data_ptr(), *encoded[1:])
 
 
+def test_a_kernel_that_starts_early_does_so_the_short_way_too(maps):
+    x, y = rows(), torch.zeros(20)
+    maps(x, y)
+    in_order = maps(x, y)
+    launch_file._plans.clear()
+    launch_file._compiled.clear()
+    maps.kernel.run.launch_pdl = True
+    early = maps(x, y)
+    assert maps(x, y) == early
+    assert maps.kernel.by_triton == 2
+    assert [(a, b) for a, b in zip(in_order, early, strict=True) if a != b] == [(False, True)]
+
+
 def test_a_map_is_encoded_once_for_an_address(maps):
     x, y, other = rows(), torch.zeros(20), rows()
     maps(x, y)

@@ -171,6 +171,20 @@ def test_decoding_spills_nothing_and_loads_ahead(launches, tmp_path):
     check_decoding(launches, "sm_90", torch.bfloat16, 128, tmp_path)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_what_adds_the_splits_up_starts_early_and_waits_before_it_reads(launches, arch, tmp_path):
+    """The first kernel says when it may start: the machine code's PREEXIT; the wait is its ACQBULK."""
+    early = int(arch == "sm_90")
+    for name, launch in launches(arch, torch.bfloat16, 64, {"group": 1}).items():
+        binary = compiled(launch, arch, tmp_path)
+        combines = name == "combine"
+        assert bool(launch.arguments.get("launch_pdl")) is (combines and arch == "sm_90")
+        assert binary.instructions["PREEXIT"] == early * (not combines)
+        assert binary.instructions["ACQBULK"] == early * combines
+        if early and combines:
+            assert not {"LDG", "STG"} & set(binary.before_wait), binary.before_wait
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim"),
