@@ -115,11 +115,7 @@ def attention_weights(
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    if not _has_autocast(device.type):
+    # PyTorch 2.11 can't trace the question; what is compiled runs on devices that have it
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-@torch.compiler.assume_constant_result  # which PyTorch 2.11 can't trace
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
