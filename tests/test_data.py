@@ -154,7 +154,7 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(Path, "read_text", refuses)
     with pytest.raises(ValueError, match=r"data: can't read '.*7\.txt': Permission denied; allow it"):
-        list(map(list, read_documents(tmp_path)))
+        list(map(list, read_documents(str(tmp_path))))
 
 
 def test_a_data_set_gives_its_text_column_and_its_own_split(
