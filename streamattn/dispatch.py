@@ -224,7 +224,7 @@ def _copies_by_tma(x: Tensor) -> bool:
     )
 
 
-def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> str | None:
+def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Hopper backward can't serve a call that the Hopper forward can; None where it can.
 
     The portable backward serves the others, whatever backend was asked for.
@@ -234,10 +234,7 @@ def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, determin
         q: as `unsupported` takes it.
         k: as `unsupported` takes it.
         v: as `unsupported` takes it.
-        deterministic: whether the same inputs must give the same bits.
     """
-    if deterministic:
-        return "it adds up dq in any order, and a deterministic one is wanted"
     head_dim = q.shape[-1]
     if head_dim > MAX_HOPPER_BACKWARD_HEAD_DIM:
         return f"it takes head dimensions up to {MAX_HOPPER_BACKWARD_HEAD_DIM}, got {head_dim}"

@@ -213,18 +213,20 @@ def _backward(
     if chosen in (Backend.HOPPER, Backend.TRITON, Backend.WIDE):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        if unsupported_backward(dout, q, k, v, deterministic) is None:
+        if unsupported_backward(dout, q, k, v) is None:
             from streamattn.kernels.hopper_backward import attention_backward
 
+            if deterministic is None:
+                deterministic = torch.are_deterministic_algorithms_enabled()
             spans = (None, None, None)
             if q_segments is not None and kv_segments is not None:
                 from streamattn.kernels.segments import key_spans
 
                 spans = key_spans(q_segments, kv_segments, window_left, window_right)
             options = (scale, window_left, window_right, softcap, dropout_p)
-            grads = attention_backward(dout, dlse, q, k, v, out, lse, *spans, kv_lengths, seed, *options)
+            grads = attention_backward(
+                dout, dlse, q, k, v, out, lse, *spans, kv_lengths, seed, *options, deterministic
+            )
             return *grads, q.new_empty(0), q.new_empty(0)
         chosen = Backend.TRITON
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):

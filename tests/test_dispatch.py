@@ -332,20 +332,10 @@ def test_auto_on_a_gpu_goes_by_the_number_of_queries(q_len, options, want, monke
         assert choose(Backend.AUTO, q, k, v, **(PLAIN | options)) is want
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "deterministic", "reason"),
-    [
-        (64, False, None),
-        (128, False, None),
-        (96, False, None),
-        (64, True, "deterministic"),
-        (136, False, "136"),
-    ],
-    ids=str,
-)
-def test_what_the_hopper_backward_takes(head_dim, deterministic, reason):
+@pytest.mark.parametrize(("head_dim", "reason"), [(64, None), (128, None), (96, None), (136, "136")], ids=str)
+def test_what_the_hopper_backward_takes(head_dim, reason):
     q, k, v = qkv(head_dim, head_dim, q_len=128, kv_len=300, device="meta", dtype=torch.bfloat16)
-    got = unsupported_backward(torch.empty_like(q), q, k, v, deterministic)
+    got = unsupported_backward(torch.empty_like(q), q, k, v)
     assert got is None if reason is None else got is not None and reason in got
 
 
@@ -359,6 +349,6 @@ def test_the_hopper_backward_copies_dout_in_whole_words(way):
         "expanded": torch.empty(1, 1, 128, 64, dtype=torch.bfloat16).expand(q.shape),
         "columns": torch.empty(1, 2, 64, 128, dtype=torch.bfloat16).mT,
     }[way]
-    reason = unsupported_backward(dout, q, k, v, False)
+    reason = unsupported_backward(dout, q, k, v)
     assert reason is not None and "16 bytes" in reason
-    assert unsupported_backward(torch.empty_like(q), q, k, v, False) is None
+    assert unsupported_backward(torch.empty_like(q), q, k, v) is None

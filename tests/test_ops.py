@@ -545,32 +545,28 @@ def test_whoever_listens_sees_the_ops(trained):
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "flag", "served"),
+    ("deterministic", "flag", "ordered"),
     [
-        (None, False, "hopper"),
-        (None, True, "triton"),
-        (True, False, "triton"),
-        (False, True, "hopper"),
+        (None, False, False),
+        (None, True, True),
+        (True, False, True),
+        (False, True, False),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_who_serves_a_backward_for_hopper(compiled, deterministic, flag, served, monkeypatch):
+def test_which_backward_for_hopper_adds_in_order(compiled, deterministic, flag, ordered, monkeypatch):
     """True and False are the call's own; None is the flag when the backward runs, not when it was called.
 
     A compiled backward refuses by itself to run under another flag than the forward's.
     """
-    asked: list[str] = []
+    asked: list[bool] = []
 
-    def module(name: str) -> SimpleNamespace:
-        def attention_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
-            asked.append(name)
-            grads = (torch.zeros_like(x) for x in (q, k, v))
-            return (*grads,) if name == "hopper" else (*grads, torch.zeros(()), torch.zeros(1))
+    def attention_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
+        asked.append(rest[-1])
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
 
-        return SimpleNamespace(attention_backward=attention_backward, attention_mask_gradient=None)
-
-    for name, backend in (("backward", "triton"), ("hopper_backward", "hopper"), ("mask_gradient", "none")):
-        monkeypatch.setitem(sys.modules, f"streamattn.kernels.{name}", module(backend))
+    stand_in = SimpleNamespace(attention_backward=attention_backward)
+    monkeypatch.setitem(sys.modules, "streamattn.kernels.hopper_backward", stand_in)
     leaves = [torch.randn(1, 2, 8, 64, requires_grad=True) for _ in range(3)]
     torch._dynamo.reset()
     call = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
@@ -582,4 +578,4 @@ def test_who_serves_a_backward_for_hopper(compiled, deterministic, flag, served,
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked == [served]
+    assert asked == [ordered]

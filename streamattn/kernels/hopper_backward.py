@@ -9,8 +9,8 @@ sums by TMA. Its product belongs to the consumers, each taking half of the colum
 scales and rounds dq.
 
 Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
-inputs; dq is not, since its sums take their terms as they come: `backward` serves who asks for that. Left out
-on purpose, and left to it: ``attn_mask``, sinks, head dimensions above 128 (see
+inputs; dq is too if asked for (see `hopper_backward_order`), or else its sums take their terms as they come.
+Left out on purpose, and left to `backward`: ``attn_mask``, sinks, head dimensions above 128 (see
 `dispatch.unsupported_backward`).
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from streamattn.kernels.hopper_backward_order import dq_adder, hopper_bwd_ranks_kernel
 from streamattn.kernels.hopper_backward_warps import (
     CONSUMERS,
     DS_BUFFERS,
@@ -64,6 +66,8 @@ def hopper_bwd_kernel(
     q_ids_ptr,
     kv_ids_ptr,
     seed_ptr,
+    turns_ptr,
+    ranks_ptr,
     stride_kv_lengths,
     stride_q_ids,
     stride_kv_ids,
@@ -92,8 +96,13 @@ def hopper_bwd_kernel(
     HAS_SEGMENTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     HAS_DROPOUT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
-    """dk, dv [B, Hkv, Tk, D], and sums of dq; first_query is what dropout calls the first of q."""
+    """dk, dv [B, Hkv, Tk, D], and sums of dq; first_query is what dropout calls the first of q.
+
+    turns [B, Hq, tiles of queries] if ORDERED: how many programs have added to the sums of a tile. ranks if
+    segments are ORDERED: see `hopper_bwd_ranks_kernel`.
+    """
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
@@ -103,7 +112,14 @@ def hopper_bwd_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [DS_BUFFERS * CONSUMERS, ROWS, ROWS], DS_LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [1 if OWN_DQ else CONSUMERS, 16, 256], dq_desc.layout)
+    VARIANT: gl.constexpr = backward_variant_of(
+        OWN_DQ, RAGGED, HAS_LEFT, HAS_RIGHT, HAS_LENGTHS, HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT, ORDERED
+    )
+    PARTS: gl.constexpr = 1 if OWN_DQ else CONSUMERS
+    ADDERS: gl.constexpr = VARIANT.value.ADDERS
+    dq_smem = gl.allocate_shared_memory(
+        gl.float32, [ADDERS * PARTS if ORDERED else PARTS, 16, 256], dq_desc.layout
+    )
     BITS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     bits_smem = gl.allocate_shared_memory(
         gl.uint32, [CONSUMERS, 4, 4, 8] if HAS_DROPOUT else [1, 1, 1, 1], BITS_LAYOUT
@@ -123,21 +139,52 @@ def hopper_bwd_kernel(
         mbarrier.init(ds_free.index(i), count=1)
     raw = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(raw, count=1)
+    barriers = (k_full, v_full, q_full, dout_full, ds_free, raw)
+    if ORDERED:
+        dq_full = gl.allocate_shared_memory(gl.int64, [ADDERS, 1], BARRIER)
+        dq_free = gl.allocate_shared_memory(gl.int64, [ADDERS, 1], BARRIER)
+        for i in gl.static_range(ADDERS):
+            mbarrier.init(dq_full.index(i), count=PARTS)
+            mbarrier.init(dq_free.index(i), count=1)
+        barriers = (k_full, v_full, q_full, dout_full, ds_free, raw, dq_full, dq_free)
     fence_async_shared()
 
-    VARIANT: gl.constexpr = backward_variant_of(
-        OWN_DQ, RAGGED, HAS_LEFT, HAS_RIGHT, HAS_LENGTHS, HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT
-    )
     shape = (batch, num_heads, group, q_len, kv_len, window_left, window_right, heads_per_group)
     segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids)
     visibility = (kv_lengths_ptr, stride_kv_lengths, segments)
     scaling = (scale, softcap, (seed_ptr, drop_threshold, first_query))
     buffers = (k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, ds_smem, dq_smem, bits_smem)
-    barriers = (k_full, v_full, q_full, dout_full, ds_free, raw)
     job = (dk_desc, dv_desc, dq_desc, buffers, barriers, shape, visibility, scaling, dk_scale, dv_scale)
     feed = ((q_desc, k_desc, v_desc, dout_desc, stats_desc), buffers, barriers, shape, visibility)
+    sums = (turns_ptr, ranks_ptr, dq_desc, dq_smem, barriers, shape, visibility)
     # the first consumer has the program's own warps and what the others leave of the registers
-    if OWN_DQ:
+    if ORDERED and OWN_DQ:
+        gl.warp_specialize(
+            [
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (dq_worker, (job, VARIANT)),
+                (producer, (feed, VARIANT)),
+                (dq_adder, (sums, 0, VARIANT)),
+                (dq_adder, (sums, 1, VARIANT)),
+                (dq_adder, (sums, 2, VARIANT)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [REGISTERS, DQ_REGISTERS, 24, 24, 24, 24],
+        )
+    elif ORDERED:
+        gl.warp_specialize(
+            [
+                (consumer, (job, 0, VARIANT)),
+                (consumer, (job, 1, VARIANT)),
+                (producer, (feed, VARIANT)),
+                (dq_adder, (sums, 0, VARIANT)),
+                (dq_adder, (sums, 1, VARIANT)),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
+    elif OWN_DQ:
         gl.warp_specialize(
             [
                 (consumer, (job, 0, VARIANT)),
@@ -168,6 +215,7 @@ def hopper_bwd_prepare_kernel(
     dlse_ptr,
     stats_ptr,
     sums_ptr,
+    turns_ptr,
     stride_out_b,
     stride_out_h,
     stride_out_t,
@@ -189,7 +237,12 @@ def hopper_bwd_prepare_kernel(
     BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """stats [2, B, Hq, padded], lse in base 2 and delta, +inf and 0 where a row sees nothing; sums of 0."""
+    """stats [2, B, Hq, padded], lse in base 2 and delta, +inf and 0 where a row sees nothing; sums of 0.
+
+    With turns also those of 0.
+    """
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0), 0)
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
@@ -265,6 +318,7 @@ def attention_backward(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of a call that `dispatch.unsupported_backward` lets pass; see `streamattn.ops`.
 
@@ -288,8 +342,26 @@ def attention_backward(
     q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
     stats = lse.new_empty(2 * q_tiles * rows)
     sums = lse.new_empty((q_tiles * rows * block_d // 256, 256))
+    turns = lse.new_empty(q_tiles, dtype=torch.int32) if deterministic else None
+    ranks = None
+    if deterministic and spans is not None:
+        dtype = torch.int16 if kv_tiles < 1 << 15 else torch.int32
+        ranks = spans.new_empty(batch * kv_tiles * -(-q_len // rows), dtype=dtype)
     threshold = drop_threshold(dropout_p)
     rescale = 1.0 / (1.0 - threshold / 256)  # of what is kept; folded into the gradients' scales
+
+    def rank_arguments() -> tuple[int, dict[str, Any]]:
+        tiles = 64
+        return batch * -(-q_len // (rows * tiles)), dict(
+            q_len=q_len,
+            kv_len=kv_len,
+            window_left=window_left,
+            window_right=window_right,
+            ROWS=rows,
+            CONSUMERS=CONSUMERS.value,
+            TILES=tiles,
+            num_warps=4,
+        )
 
     def prepare_arguments() -> tuple[int, dict[str, Any]]:
         return q_tiles, dict(
@@ -329,7 +401,9 @@ def attention_backward(
             kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
-            heads_per_group=group_of_heads(q, window_right, kv_tiles, kv_heads, multiprocessors),
+            heads_per_group=group_of_heads(
+                q, window_right, kv_tiles, kv_heads, multiprocessors, deterministic
+            ),
             scale=scale,
             softcap=softcap,
             dk_scale=scale * rescale,
@@ -347,6 +421,7 @@ def attention_backward(
             HAS_SEGMENTS=spans is not None,
             HAS_SOFTCAP=softcap > 0.0,
             HAS_DROPOUT=threshold > 0,
+            ORDERED=deterministic,
             num_warps=4,
         )
 
@@ -362,10 +437,12 @@ def attention_backward(
         )
 
     tensors = (q, k, v, out, dout, lse, dlse, q_ids, kv_ids, kv_lengths)
-    key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind)
+    key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind, deterministic)
     with device_guard(q):
-        launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums), prepare_arguments)
-        pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed)
+        launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums, turns), prepare_arguments)
+        pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed, turns, ranks)
+        if ranks is not None:
+            launch(hopper_bwd_ranks_kernel, key, (spans, ranks), rank_arguments)
         launch(hopper_bwd_kernel, key, pointers, arguments)
         launch(hopper_bwd_finish_kernel, key, (sums, live_dq), finish_arguments)
     return dq, dk, dv

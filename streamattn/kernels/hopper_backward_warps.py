@@ -65,6 +65,7 @@ class BackwardVariant:
         HAS_SEGMENTS: whether a sequence holds segments.
         HAS_SOFTCAP: whether scores are capped.
         HAS_DROPOUT: whether probabilities are dropped.
+        ORDERED: whether the sums of dq take their terms in one order; see `hopper_backward_order`.
     """
 
     OWN_DQ: bool
@@ -75,6 +76,7 @@ class BackwardVariant:
     HAS_SEGMENTS: bool
     HAS_SOFTCAP: bool
     HAS_DROPOUT: bool
+    ORDERED: bool
 
     @property
     def TESTS(self) -> bool:
@@ -85,6 +87,11 @@ class BackwardVariant:
     def HAS_TAIL(self) -> bool:
         """Whether the last tiles of queries may need the test too."""
         return self.HAS_LEFT or self.HAS_SEGMENTS
+
+    @property
+    def ADDERS(self) -> int:
+        """Warps that add to the sums of dq in order, and buffers for what they add."""
+        return 3 if self.OWN_DQ else 2
 
     @property
     def HIDES(self) -> bool:
@@ -127,6 +134,19 @@ def add_dq(dq_desc, dq_tile, dq, row):
     dq_tile.store(held)
     fence_async_shared()
     add_out(dq_desc, [row, 0], dq_tile)
+
+
+@gluon.jit
+def hand_dq(dq_smem, dq, t, WHICH: gl.constexpr, barriers, VARIANT: gl.constexpr):
+    """Leaves a product [64, 64] of the t-th tile to its adder, laid out as by `add_dq`."""
+    ADDERS: gl.constexpr = VARIANT.value.ADDERS
+    PARTS: gl.constexpr = dq_smem.shape[0] // ADDERS
+    dq_full, dq_free = barriers[6], barriers[7]
+    held = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
+    mbarrier.wait(dq_free.index(t % ADDERS), ((t // ADDERS) & 1) ^ 1)
+    dq_smem.index(t % ADDERS * PARTS + WHICH).store(held)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(t % ADDERS), count=1)
 
 
 @gluon.jit
@@ -249,7 +269,10 @@ def step(
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
         release(DOUT_FREE + t % STAGES, THREADS)
-        add_dq(dq_desc, dq_smem.index(WHICH), dq, (head * q_tiles + m) * SUMS + WHICH * 16)
+        if VARIANT.value.ORDERED:
+            hand_dq(dq_smem, dq, t, WHICH, barriers, VARIANT)
+        else:
+            add_dq(dq_desc, dq_smem.index(WHICH), dq, (head * q_tiles + m) * SUMS + WHICH * 16)
         dk = warpgroup_mma_wait(0, deps=[dk])
         release(Q_FREE + t % STAGES, THREADS)
     return dk, dv, s
@@ -267,6 +290,8 @@ def work(shape, visibility, program, VARIANT: gl.constexpr):
     kv_heads = num_heads // group
     # under a causal mask early keys are seen by most
     tile, head = schedule(program, gl.cdiv(kv_len, KEYS), batch * kv_heads, heads_per_group)
+    if VARIANT.value.ORDERED:
+        tile = gl.cdiv(kv_len, KEYS) - 1 - tile
     b = head // kv_heads
     first_key = tile * KEYS
     length = kv_len
@@ -305,10 +330,13 @@ def work(shape, visibility, program, VARIANT: gl.constexpr):
 
 @gluon.jit
 def tile_at(x, span, VARIANT: gl.constexpr):
-    """The x-th tile of queries that a program visits: first the ones that need the test, from both ends."""
+    """The x-th tile of queries that a program visits: first the ones that need the test, from both ends.
+
+    Where the sums of dq are ordered, they are visited from the first to the last.
+    """
     m_start, m_full, m_tail, m_end = span
     m = m_start + x
-    if VARIANT.value.HAS_TAIL:
+    if VARIANT.value.HAS_TAIL and not VARIANT.value.ORDERED:
         lead = m_full - m_start
         tested = lead + m_end - m_tail
         m = gl.where(x < lead, m, gl.where(x < tested, m_tail + x - lead, m_full + x - tested))
@@ -367,7 +395,10 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     for g in range(group):
         head = b * num_heads + kv_head * group + g
         if VARIANT.value.TESTS:
-            for x in range(m_full - m_start + m_end - m_tail):
+            tested = m_full - m_start
+            if not VARIANT.value.ORDERED:
+                tested += m_end - m_tail
+            for x in range(tested):
                 m = tile_at(x, span, VARIANT)
                 dk, dv, _ = step(operands, dk, dv, t, m, head, s, False, False, True, WHICH, VARIANT)
                 t += 1
@@ -383,6 +414,10 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         for m in range(m_single, m_tail):
             dk, dv, _ = step(operands, dk, dv, t, m, head, s, False, False, False, WHICH, VARIANT)
             t += 1
+        if VARIANT.value.ORDERED and VARIANT.value.HAS_TAIL:
+            for m in range(m_tail, m_end):
+                dk, dv, _ = step(operands, dk, dv, t, m, head, s, False, False, True, WHICH, VARIANT)
+                t += 1
     # computed anew, or it would take registers all the way
     b, kv_head, first_key, length, span = work(shape, visibility, program_again(), VARIANT)
     if VARIANT.value.HAS_DROPOUT:
@@ -422,7 +457,10 @@ def dq_worker(job, VARIANT: gl.constexpr):
             dq = dq_product(ds_smem, k_smem, t, 0)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(ds_free.index(t % DS_BUFFERS), count=1)
-            add_dq(dq_desc, dq_smem.index(0), dq, (first + tile_at(x, span, VARIANT)) * SUMS)
+            if VARIANT.value.ORDERED:
+                hand_dq(dq_smem, dq, t, 0, barriers, VARIANT)
+            else:
+                add_dq(dq_desc, dq_smem.index(0), dq, (first + tile_at(x, span, VARIANT)) * SUMS)
             t += 1
     tma.store_wait(0)
 
@@ -497,7 +535,7 @@ def producer(feed, VARIANT: gl.constexpr):
     descs, buffers, barriers, shape, visibility = feed
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descs
     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, _, _, _ = buffers
-    k_full, v_full, q_full, dout_full, _, raw = barriers
+    k_full, v_full, q_full, dout_full, raw = barriers[0], barriers[1], barriers[2], barriers[3], barriers[5]
     batch, num_heads, group, q_len = shape[0], shape[1], shape[2], shape[3]
     STAGES: gl.constexpr = q_smem.shape[0]
     THREADS: gl.constexpr = CONSUMERS * 128 + 32

@@ -28,13 +28,23 @@ def flat_descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
-def group_of_heads(x: Tensor, window_right: int, num_tiles: int, num_heads: int, multiprocessors: int) -> int:
+def group_of_heads(
+    x: Tensor,
+    window_right: int,
+    num_tiles: int,
+    num_heads: int,
+    multiprocessors: int,
+    ordered: bool = False,
+) -> int:
     """How many heads start side by side (see `primitives.schedule`); x is what every item of a head reads.
 
     The last group's longest items take twice as long as an average one, and something has to go on beside
-    them: two items for each multiprocessor at least, whatever fits the cache.
+    them: two items for each multiprocessor at least, whatever fits the cache. Where items of one head are
+    ordered and wait for one another, only a quarter of them run at a time, beside those of other heads.
     """
     group = heads_per_group(x, window_right)
-    if window_right < UNBOUNDED:
+    if ordered:
+        group = max(group, 4 * multiprocessors // num_tiles)
+    elif window_right < UNBOUNDED:
         group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
     return triton.cdiv(num_heads, max(1, num_heads // group))

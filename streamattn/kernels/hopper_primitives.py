@@ -89,6 +89,64 @@ def await_release(index, threads):
 
 
 @gluon.jit
+def await_turn(count_ptr, turn):
+    """Waits until a counter in global memory, which only `pass_on` changes, says turn; by all of one warp.
+
+    What was done before that `pass_on` is then seen, by TMA too. A counter that never says it, which can only
+    be a fault, ends the kernel with an error after a minute or two, and not never.
+    """
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred done, late;
+            .reg .b32 count, polls;
+            mov.b32 polls, 0;
+        ASK:
+            ld.acquire.gpu.global.b32 count, [$1];
+            setp.eq.s32 done, count, $2;
+            vote.sync.all.pred done, done, 0xffffffff;
+            @done bra TURN;
+            add.u32 polls, polls, 1;
+            setp.gt.u32 late, polls, 0x8000000;
+            @late trap;
+            bra ASK;
+        TURN:
+            fence.proxy.async.global;
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [count_ptr, gl.to_tensor(turn)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_on(count_ptr, turn):
+    """Sets the counter of `await_turn` when all that this warp has begun to add by TMA is in global memory.
+
+    `store_wait` is not enough: it says that shared memory was read.
+    """
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred first;
+            .reg .b32 lane;
+            cp.async.bulk.wait_group 0;
+            bar.warp.sync 0xffffffff;
+            mov.b32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            @first st.release.gpu.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [count_ptr, gl.to_tensor(turn)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def softcapped(s, scale, softcap):
     """softcap * tanh(scale * s / softcap) in base 2, from products s; by 1 - 2 / (1 + e^(2 x)).
 

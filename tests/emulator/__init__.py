@@ -1,9 +1,10 @@
 """Runs the kernels for Hopper without a GPU: what each warpgroup does, in a thread of its own.
 
 Triton's interpreter knows no Gluon. `install` imports the kernels with a stand-in for it, and `run` runs the
-programs of a grid one after the other, on tensors of the CPU. What counts is what is computed, and in which
-order: see `machine`. Not seen: what the compiler makes of it, layouts, registers, missing fences, and races
-between the threads of one warpgroup. Kernels of plain Triton are left to the interpreter.
+programs of a grid, one after the other or some at a time, on tensors of the CPU. What counts is what is
+computed, and in which order: see `machine`. Not seen: what the compiler makes of it, layouts, registers,
+missing fences, and races between the threads of one warpgroup. Kernels of plain Triton are left to the
+interpreter.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import random
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ from tests.emulator import machine
 from tests.emulator.values import DTYPES, LAYOUT, Block, Descriptor, Pointer, Scalar, bare, wrap
 
 GLUON = "triton.experimental.gluon"
-KERNELS = ("primitives", "producer", "launch", "forward", "backward_warps", "backward")
+KERNELS = ("primitives", "producer", "launch", "forward", "backward_warps", "backward_order", "backward")
 
 
 def program_id(axis: int) -> Scalar:
@@ -127,6 +131,10 @@ def inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure:
         return machine.at_named_barrier(int(x[0]), int(x[1]), asm.startswith("bar.sync"))
     if asm.startswith("prefetch"):
         return None
+    if "ld.acquire" in asm:
+        return machine.await_turn(args[0], int(x[1]))
+    if "st.release" in asm:
+        return machine.pass_on(args[0], int(x[1]), "cp.async.bulk.wait_group 0;" in asm)
     if "%ctaid.x" in asm:
         return program_id(0)
     if asm.startswith("ex2.approx.ftz"):
@@ -273,15 +281,17 @@ def install() -> None:
                 setattr(module, name, value.fn)
 
 
-@torch.no_grad()
-def run(kernel: Callable[..., None], programs: int, arguments: dict[str, Any], seed: int = 0) -> None:
+def run(
+    kernel: Callable[..., None], programs: int, arguments: dict[str, Any], seed: int = 0, together: int = 1
+) -> None:
     """Runs a kernel of Gluon.
 
     Args:
         kernel: the function.
-        programs: how many; one after the other.
+        programs: how many; they start in the order of their numbers.
         arguments: of all its parameters by name; launch options are ignored.
         seed: of the order in which copies happen.
+        together: how many run at a time, each after a delay of its own if more than one.
 
     Raises:
         machine.Deadlock: a program waits for what never comes.
@@ -295,14 +305,35 @@ def run(kernel: Callable[..., None], programs: int, arguments: dict[str, Any], s
         elif type(value) in (int, float) and not name.isupper():
             value = Scalar(value)
         taken[name] = value
-    for number in range(programs):
+    machine.additions.clear()
+    machine.late.clear()
+    failures: list[BaseException] = []
+
+    @torch.no_grad()  # each thread has a setting of its own
+    def run_one(number: int) -> None:
+        if failures:
+            return
         program = machine.Program(number, programs, seed + number)
+        if together > 1:
+            time.sleep(program.draw.random() * 0.02)
         engine = threading.Thread(target=program.copy_on, daemon=True)
         engine.start()
         machine.enter(program, kernel.__name__, 128)
         try:
             kernel(**taken)
+        except BaseException as error:
+            failures.append(error)
         finally:
             program.finish()
             engine.join()
         program.check()
+
+    with ThreadPoolExecutor(together) as multiprocessors:
+        results = [multiprocessors.submit(run_one, number) for number in range(programs)]
+    if failures:
+        raise failures[0]
+    for result in results:
+        result.result()
+    random.Random(seed).shuffle(machine.late)
+    for add in machine.late:
+        add()

@@ -2,8 +2,8 @@
 
 Each warpgroup or warp of a program is a thread. What runs beside the program happens as late as it may: a
 product of the tensor cores when the program waits for it, a copy from shared memory likewise, a copy to it at
-some time after it was begun, in any order. So a buffer that is handed back too early holds something else by
-then.
+some time after it was begun, in any order. An addition to global memory happens when that is waited for, or
+when all programs are done. So a buffer that is handed back too early holds something else by then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ TIMEOUT = 20.0  # seconds in which nobody arrives
 
 _thread = threading.local()
 _memory = threading.Lock()  # of atomic accesses
+late: list[Callable[[], None]] = []  # additions nobody waited for
+additions: dict[tuple[int, ...], list[int]] = {}  # programs that added to a block, by its address and place
 
 
 class Deadlock(AssertionError):
@@ -115,7 +117,7 @@ def here() -> Program:
 def enter(program: Program, name: str, threads: int) -> None:
     """Makes this thread a warpgroup (or warp) of so many threads."""
     _thread.program, _thread.name, _thread.threads = program, name, threads
-    _thread.products, _thread.stores = [], []
+    _thread.products, _thread.stores, _thread.sums = [], [], []
 
 
 def warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
@@ -128,6 +130,7 @@ def warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) ->
             function(*args)
             assert not _thread.products, "products nobody waited for"
             assert not _thread.stores, "copies nobody waited for"
+            late.extend(_thread.sums)
         except BaseException as error:
             program.fail(error)
 
@@ -209,20 +212,34 @@ def copy_in(desc: Descriptor, coord: Any, bar: Shared, result: Shared) -> None:
         program.changed.notify_all()
 
 
-def copy_out(desc: Descriptor, coord: Any, source: Shared, add: bool = False) -> None:
+def copy_out(desc: Descriptor, coord: Any, source: Shared) -> None:
     coord = [int(first) for first in coord]
 
     def copy() -> None:
         there, block = desc.common(coord)
         tile = source.data.view(desc.block_shape)[block]
         with _memory:
-            desc.base[there] = desc.base[there] + tile if add else tile
+            desc.base[there] = tile
 
     _thread.stores.append(copy)
 
 
 def add_out(desc: Descriptor, coord: Any, source: Shared) -> None:
-    copy_out(desc, coord, source, add=True)
+    """Reads when `store_wait` waits, and adds when `pass_on` does or when all programs are done."""
+    coord, number, sums = [int(first) for first in coord], here().number, _thread.sums
+
+    def read() -> None:
+        there, block = desc.common(coord)
+        tile = source.data.view(desc.block_shape)[block].clone()
+
+        def add() -> None:
+            with _memory:
+                desc.base[there] += tile
+                additions.setdefault((desc.base.data_ptr(), *coord), []).append(number)
+
+        sums.append(add)
+
+    _thread.stores.append(read)
 
 
 def _finish(begun: list[Callable[[], None]], but_for: Any) -> None:
@@ -253,6 +270,22 @@ def warpgroup_mma(
 def warpgroup_mma_wait(pending: Any, deps: list[Any]) -> Any:
     _finish(_thread.products, pending)
     return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def await_turn(ptr: Any, turn: int) -> None:
+    at, program = int(ptr.places()), here()
+    end = time.monotonic() + TIMEOUT
+    while int(ptr.memory[at]) != turn:
+        if program.failure is not None or time.monotonic() > end:
+            raise Deadlock(f"{_thread.name} waits for its turn") from program.failure
+        time.sleep(0.0005)
+
+
+def pass_on(ptr: Any, turn: int, waits: bool) -> None:
+    if waits:
+        _finish(_thread.stores, 0)
+        _finish(_thread.sums, 0)
+    ptr.memory[int(ptr.places())] = turn
 
 
 def atomic_add(ptr: Any, value: Any, sem: str = "acq_rel") -> Scalar:

@@ -26,7 +26,8 @@ def backend() -> str:
 def poisoned() -> Iterator[None]:
     """Every tensor that a kernel allocates and does not write holds NaN.
 
-    By torch's deterministic mode: who wants the Hopper backward says ``deterministic=False``.
+    By torch's deterministic mode: who wants the Hopper backward's sums in any order says
+    ``deterministic=False``.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(4, device="cuda").isnan().all()

@@ -25,8 +25,10 @@ emulator.install()
 from streamattn import attention, dispatch  # noqa: E402
 from streamattn.kernels import (  # noqa: E402
     hopper_backward,
+    hopper_backward_order,
     hopper_backward_warps,
     hopper_forward,
+    hopper_primitives,
     hopper_producer,
     segments,
     tiles,
@@ -54,7 +56,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.__name__)
         programs, rest = arguments()
         tensors = dict(zip(inspect.signature(kernel).parameters, pointers, strict=False))
-        emulator.run(kernel, programs, {**tensors, **rest}, seed=len(names))
+        ordered = rest.get("ORDERED", False)
+        together = MULTIPROCESSORS if ordered else 1
+        emulator.run(kernel, programs, {**tensors, **rest}, seed=len(names), together=together)
+        for adders in machine.additions.values() if ordered else ():
+            assert adders == sorted(set(adders)), f"the programs {adders} added to one tile in this order"
 
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "launch", emulate)
@@ -76,11 +82,11 @@ def check_forward(case: Case) -> None:
     judge(Result({"out": out, "lse": lse}), Result({name: want[name] for name in ("out", "lse")}), HALF, case)
 
 
-def check(case: Case) -> None:
+def check(case: Case, deterministic: bool = False) -> None:
     """out, lse, dq, dk and dv of a call against float64."""
     inputs = case.build(HALF)
     torch.manual_seed(1)
-    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
+    got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=deterministic)
     judge(got, expected(inputs, keep_of(case, seed=1)), HALF, case)
 
 
@@ -209,6 +215,22 @@ def test_what_nobody_sees_reaches_nothing(head_dim, options):
     assert (got["dq"].masked_select(blind[..., None]) == 0).all()
 
 
+ORDERED: dict[str, list[Any]] = {
+    "size": [(300, 300), (130, 400), (500, 200)],
+    "head_dim": [64, 128],
+    "heads": [(1, 1), (2, 1)],
+    "window": [None, "causal", (100, 40), (90, -1)],
+    "extra": ["nothing", "lengths", "dropout", "pair and softcap"],
+    "layout": ["bthd"],
+}
+
+
+@pytest.mark.parametrize("row", pairwise(ORDERED), ids=lambda row: "-".join(map(str, row.values())))
+def test_deterministic_sums_take_their_terms_in_one_order(row, served):
+    check(replace(feature_case(row), batch=1), deterministic=True)  # so that programs of a head meet
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"]
+
+
 # module, function, what it says, what it could say by mistake
 FAULTS = [
     (hopper_forward, "step", "n > n_end", "n >= n_end"),
@@ -228,18 +250,45 @@ FAULTS = [
     (hopper_backward_warps, "hide", "(rows + last_of_0)", "(rows + last_of_0 - 1)"),
     (hopper_backward_warps, "producer", "if t >= STAGES:", "if t > STAGES:"),
 ]
+# likewise where dq is added up in one order
+ORDER_FAULTS = [
+    (hopper_backward_order, "dq_adder", "await_turn(turns_ptr + at, turn)", "pass"),
+    (hopper_backward_order, "dq_adder", "mbarrier.wait(dq_full.index(WHICH), t // ADDERS & 1)", "pass"),
+    (hopper_backward_order, "turn_of", "last // KEYS - first_key // KEYS", "first_key // KEYS"),
+    (hopper_backward_order, "turn_of", "m * ROWS + ROWS - 1", "m * ROWS"),
+    (hopper_backward_order, "dq_adder", "row * gl.cdiv(q_len, ROWS) + m", "row * gl.cdiv(q_len, ROWS)"),
+    (hopper_primitives, "pass_on", "cp.async.bulk.wait_group 0;", ""),
+    (
+        hopper_backward_warps,
+        "hand_dq",
+        "mbarrier.wait(dq_free.index(t % ADDERS), ((t // ADDERS) & 1) ^ 1)",
+        "pass",
+    ),
+    (hopper_backward_warps, "work", "- 1 - tile", "- 1 - gl.cdiv(kv_len, KEYS) + 1 + tile"),
+]
 
 
-@pytest.mark.parametrize(("module", "function", "right", "wrong"), FAULTS)
-def test_the_emulator_sees_faults(module, function, right, wrong, monkeypatch):
-    """Wrong numbers, a buffer handed back too early, a barrier miscounted."""
+@pytest.mark.parametrize(
+    ("module", "function", "right", "wrong", "deterministic"),
+    [(*fault, False) for fault in FAULTS] + [(*fault, True) for fault in ORDER_FAULTS],
+)
+def test_the_emulator_sees_faults(module, function, right, wrong, deterministic, monkeypatch):
+    """Wrong numbers, a buffer handed back too early, a barrier miscounted, a turn not awaited."""
     source = textwrap.dedent(inspect.getsource(getattr(module, function)))
     assert right in source
     names: dict[str, Any] = dict(vars(module))
     exec(compile(source.replace(right, wrong), "<fault>", "exec"), names)
-    for at in (hopper_forward, hopper_producer, hopper_backward, hopper_backward_warps):
+    users = (hopper_forward, hopper_producer, hopper_backward, hopper_backward_warps, hopper_backward_order)
+    for at in users:
         if hasattr(at, function) and getattr(at, function) is getattr(module, function):
             monkeypatch.setattr(at, function, names[function])
     monkeypatch.setattr(machine, "TIMEOUT", 1.0)
-    with pytest.raises((AssertionError, IndexError)):
-        check(Case(q_len=400, kv_len=400, head_dim=128, causal=True))
+    cases = [Case(q_len=400, kv_len=400, head_dim=128, causal=True)]
+    if deterministic:  # all programs are of one head; without a mask they meet at once
+        one_head = replace(cases[0], batch=1, q_heads=1, kv_heads=1, kv_len=450)
+        cases = [replace(one_head, causal=False), one_head]
+        if "row" in right:
+            cases = [replace(one_head, segments="pair")]
+    with pytest.raises((AssertionError, IndexError)):  # noqa: PT012
+        for case in cases:
+            check(case, deterministic)
