@@ -1,10 +1,11 @@
 """Patched models on two processes, wrapped before and after the patch: steps as of unpatched ones so wrapped.
 
-Each process has a row of its own, one of them with padding. A test starts its processes once, for all models.
+Each process has a row of its own, one of them with padding. The processes are started once, for all models.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,33 +118,31 @@ def check(name: str, order: str, wrap: Callable[[Any], Any], arguments: dict[str
     assert steps(wrapped, arguments)
 
 
-def run(rank: int, store: str, names: list[str], wraps: tuple[Callable[[Any], Any], ...]) -> None:
+Wraps = tuple[Callable[[Any], Any], ...]
+
+
+def run(rank: int, store: str, cases: list[tuple[list[str], Wraps]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     try:
-        for name in names:
-            arguments = {key: value[rank : rank + 1] for key, value in call(name).items()}
-            for wrap in wraps:
-                for order in ORDERS:
-                    check(name, order, wrap, arguments)
+        for names, wraps in cases:
+            for name in names:
+                arguments = {key: value[rank : rank + 1] for key, value in call(name).items()}
+                for wrap in wraps:
+                    for order in ORDERS:
+                        check(name, order, wrap, arguments)
     finally:
         dist.destroy_process_group()
 
 
-def on_two_processes(folder: Path, names: list[str], *wraps: Callable[[Any], Any]) -> None:
-    spawn(run, args=(str(folder / "store"), names, wraps), nprocs=PROCESSES)
-
-
-def test_data_parallel(tmp_path: Path) -> None:
-    """With checkpointing too, of both kinds (huggingface/accelerate#2017: "marked ready twice")."""
-    on_two_processes(tmp_path, NAMES, data_parallel, Checkpointed(False), Checkpointed(True))
-
-
-def test_fully_sharded(tmp_path: Path) -> None:
-    on_two_processes(tmp_path, [*NAMES, *present("gpt-oss")], sharded)
-
-
-def test_adapters_and_checkpointing_under_data_parallel(tmp_path: Path) -> None:
-    """huggingface/peft#313: the same, of adapters."""
-    pytest.importorskip("peft", reason="LoRA is peft's")
-    on_two_processes(tmp_path, ["GPT-2", *present("Llama")], adapted)
+def test_steps_are_those_of_an_unpatched_model(tmp_path: Path) -> None:
+    """Data parallel, checkpointed in both ways too (huggingface/accelerate#2017: "marked ready twice"); fully
+    sharded; and with adapters whose layers are checkpointed (huggingface/peft#313).
+    """
+    cases: list[tuple[list[str], Wraps]] = [
+        (NAMES, (data_parallel, Checkpointed(False), Checkpointed(True))),
+        ([*NAMES, *present("gpt-oss")], (sharded,)),
+    ]
+    if importlib.util.find_spec("peft") is not None:
+        cases.append((["GPT-2", *present("Llama")], (adapted,)))
+    spawn(run, args=(str(tmp_path / "store"), cases), nprocs=PROCESSES)
