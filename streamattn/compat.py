@@ -33,6 +33,7 @@ from streamattn.compat_checks import (
     check_per_sequence,
     check_rank,
     check_rotary,
+    check_rotated,
     check_tokens,
     check_written_pages,
     is_zero,
@@ -442,10 +443,10 @@ def flash_attn_with_kvcache(
         v_cache: [Bc, S, Hkv, Dv] likewise.
         k: [B, Tnew, Hkv, D], new keys. Default None: the cache is only read.
         v: [B, Tnew, Hkv, Dv], new values.
-        rotary_cos: [positions, R / 2], R <= D: ``k`` and q are rotated in their first R dimensions, token
-            ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every query at
-            ``cache_seqlens``. As many positions as S, and as there are more queries than new keys.
-            Needs ``k``. Default None.
+        rotary_cos: [positions, R / 2], R <= D, positions >= S: ``k`` and q are rotated in their first R
+            dimensions, token ``t`` at position ``cache_seqlens + t``; without ``causal`` and a window every
+            query at ``cache_seqlens``. A query behind the last position raises on the CPU; elsewhere it is
+            not looked at. Needs ``k``. Default None.
         rotary_sin: [positions, R / 2] likewise.
         cache_seqlens: how many tokens each sequence has in the cache, before new ones: an int, or int32 [B]
             on q's device. Default None: the cache is full. On the CPU a value without room for the new tokens
@@ -494,22 +495,20 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         check_pages(q, block_table, cache_batch_idx)
         capacity *= block_table.shape[1]
-    new = 0 if k is None else k.shape[1]
     if rotary_cos is not None and rotary_sin is not None:
-        turned = (
-            q.shape[1] if causal or tuple(window_size) != (-1, -1) else 1
-        )  # places of q from the new keys' on
-        check_rotary(rotary_cos, rotary_sin, q, capacity + max(turned - new, 0))
+        check_rotary(rotary_cos, rotary_sin, q, capacity)
+    new = 0 if k is None else k.shape[1]
     filled = None if cache_seqlens is None else _fill_levels(cache_seqlens, q, new, capacity)
 
     if k is not None and v is not None and filled is not None:
         check_new(q, k, v, k_cache, v_cache)
         positions = filled[:, None] + torch.arange(new, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
-            k = _rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
             q_positions = filled[:, None]
             if causal or tuple(window_size) != (-1, -1):
                 q_positions = q_positions + torch.arange(q.shape[1], device=q.device)
+            check_rotated(rotary_cos, q_positions)
+            k = _rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
             q = _rotate(q, rotary_cos, rotary_sin, q_positions, rotary_interleaved)
         positions = positions.long()
         if block_table is not None:

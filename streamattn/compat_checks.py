@@ -122,13 +122,22 @@ def check_written_pages(pages: Tensor, count: int) -> None:
         )
 
 
-def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, places: int) -> None:
-    """The tables fit q and each other, and have a row for each of so many places."""
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < places:
+def check_rotary(cos: Tensor, sin: Tensor, q: Tensor, capacity: int) -> None:
+    """The tables fit q and each other, and have a row for every place of the cache."""
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3] or cos.shape[0] < capacity:
         raise ValueError(
             "rotary_cos and rotary_sin must both have shape [positions, R / 2] with R of at most q's "
-            f"{q.shape[3]} and positions of at least {places}, the cache's and those of queries behind it, "
-            f"got {list(cos.shape)} and {list(sin.shape)}"
+            f"{q.shape[3]} and positions of at least the cache's {capacity}, got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+
+
+def check_rotated(cos: Tensor, positions: Tensor) -> None:
+    """The tables have a row for every place of q, where these can be read."""
+    if readable(positions) and positions.numel() and int(positions.max()) >= cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must have a row for each place of q, the last of which is "
+            f"{int(positions.max())}, got {cos.shape[0]} rows; make them longer"
         )
 
 

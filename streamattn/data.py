@@ -149,20 +149,13 @@ def _standard_library() -> tuple[list[str], list[str]]:
         if not _NOT_STDLIB.intersection(f.relative_to(root).parts)
         # tables of how this Python was built, some of them twice
         and not f.name.startswith("_sysconfigdata")
+        and os.access(f, os.R_OK)
     ]
     return _split_files(root, files, STDLIB_HELD_OUT_SHARE)
 
 
 def _folder(root: Path, leave_out: Path | None) -> tuple[list[str], list[str]]:
-    if not os.access(root, os.R_OK | os.X_OK):
-        raise ValueError(
-            f"data: can't read the folder {str(root)!r}: permission denied; allow it, or pass another"
-        )
-    files = [
-        f
-        for f in root.rglob("*")
-        if f.is_file() and not any(part.startswith(".") for part in f.relative_to(root).parts)
-    ]
+    files = list(_files(root))
     base = root.resolve()
     if leave_out is not None and base in leave_out.resolve().parents:
         run = re.compile(re.escape(leave_out.resolve().relative_to(base).as_posix()) + r"(\.\d+)?/")
@@ -170,9 +163,26 @@ def _folder(root: Path, leave_out: Path | None) -> tuple[list[str], list[str]]:
     return _split_files(root, files, HELD_OUT_SHARE)
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    """The files under a folder, but for those whose names, or whose folders' names, begin with a dot."""
+    try:
+        inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    for path in inside:
+        try:
+            is_file, is_folder = path.is_file(), path.is_dir() and not path.is_symlink()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if is_file:
+            yield path
+        elif is_folder:
+            yield from _files(path)
+
+
 def _split_files(root: Path, files: list[Path], share: float) -> tuple[list[str], list[str]]:
     names = {f.relative_to(root).as_posix(): f for f in files}
-    texts = {name: text for name in sorted(names) if (text := _read_text(names[name]))}
+    texts = {name: text for name in sorted(names) if (text := _text_or_none(names[name]))}
     if len(texts) < 2:
         raise ValueError(
             f"data: expected at least 2 files of UTF-8 text in {str(root)!r} (one is held out), found "
@@ -190,30 +200,36 @@ def _split_files(root: Path, files: list[Path], share: float) -> tuple[list[str]
     return [t for n, t in texts.items() if n not in held_out], [texts[n] for n in by_hash if n in held_out]
 
 
-def _read_text(path: Path) -> str | None:
+def _read(path: Path) -> str:
+    """The file's text; UnicodeDecodeError if it isn't UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"data: can't read {str(path)!r}: {error.strerror}; let this user read it, or pass another"
+    )
+
+
+def _text_or_none(path: Path) -> str | None:
     """The file's text; None if it isn't UTF-8 text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
     except UnicodeDecodeError:
         return None
-    except OSError as error:
-        raise ValueError(
-            f"data: can't read {str(path)!r}: {error.strerror}; allow it, or take it away"
-        ) from None
     return None if "\0" in text else text
 
 
 def _single_file(path: Path) -> tuple[list[str], list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert "
             "it, or pass another"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"data: can't read {str(path)!r}: {error.strerror}; let this user read it, or pass another"
         ) from None
     start = len(text) - int(len(text) * HELD_OUT_SHARE)
     cut = text.rfind("\n", 0, start) + 1 or start

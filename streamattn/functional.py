@@ -434,9 +434,8 @@ def attention(
             Default None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton``, ``hopper``
             (for compute capability 9.0; its backward serves head dimensions up to 128, and ``triton``'s the
-            rest), ``decode`` (up to 16 queries; its backward is
-            ``triton``'s) or ``wide`` (head dimensions 257 to 8192). ``auto`` takes ``decode`` for paged
-            caches alone, and never ``wide``.
+            rest), ``decode`` (up to 16 queries; its backward is ``triton``'s) or ``wide`` (head dimensions
+            257 to 8192). Default ``auto``: the fastest of those that serve the call.
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that

@@ -55,7 +55,7 @@ class Kind:
     Attributes:
         guards: tell whether q, k and v are of this kind, by their classes, dispatch keys, dtypes, devices,
             `requires_grad`, sizes and strides, but for the number of keys and the strides that grow with it.
-        again: serves one more, ``(q, k, v) -> (out, lse)``, once the portable kernel has served one.
+        again: serves one more, ``(q, k, v) -> (out, lse)``, once the kernel has served one.
     """
 
     __slots__ = ("again", "guards")

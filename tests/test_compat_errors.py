@@ -201,7 +201,7 @@ NONE = torch.zeros(2, dtype=torch.int32)
                     Q, Q, Q, Q[:, :1], Q[:, :1], *map(torch.zeros, tables), cache_seqlens=0
                 ),
                 ValueError,
-                r"\[positions, R / 2\] with R of at most q's 8 and positions of at least 4, the cache's",
+                r"\[positions, R / 2\] with R of at most q's 8 and positions of at least the cache's 4, got",
             )
             for tables in [((3, 4), (3, 4)), ((4, 5), (4, 5)), ((4, 4), (4, 2)), ((2, 4, 4), (2, 4, 4))]
         ),
@@ -221,7 +221,7 @@ NONE = torch.zeros(2, dtype=torch.int32)
                     Q, Q, Q, Q[:, :1], Q[:, :1], *torch.ones(2, 6, 4), cache_seqlens=3, **seen
                 ),
                 ValueError,
-                r"positions of at least 7, .* got \[6, 4\]",
+                "a row for each place of q, the last of which is 6, got 6 rows; make them longer",
             )
             for seen in ({"causal": True}, {"window_size": (0, 0)})
         ),
@@ -241,6 +241,12 @@ def test_errors_say_what_was_expected(call, error, message):
         {"cache_leftpad": BOUNDS},
         {"cache_batch_idx": BOUNDS},
         {"rotary_cos": torch.ones(3, 4), "rotary_sin": torch.ones(3, 4)},
+        {
+            "q": torch.ones(2, 4, 2, 8),
+            "causal": True,
+            "rotary_cos": torch.ones(4, 4),
+            "rotary_sin": torch.ones(4, 4),
+        },
     ],
     ids=lambda wrong: next(iter(wrong)),
 )

@@ -140,21 +140,25 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         read_documents(str(binary))
 
 
-def test_a_file_of_a_folder_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_of_a_folder_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
-    read = Path.read_text
+    (tmp_path / "inside").mkdir()
 
-    def refuses(path: Path, *args: Any, **kwargs: Any) -> str:
-        if path.name == "7.txt":
-            raise PermissionError(13, "Permission denied")
-        return read(path, *args, **kwargs)
+    for method, name in (("read_text", "7.txt"), ("iterdir", "inside"), ("is_file", "inside")):
+        original = getattr(Path, method)
 
-    monkeypatch.setattr(Path, "read_text", refuses)
-    with pytest.raises(ValueError, match=r"data: can't read '.*7\.txt': Permission denied; allow it"):
-        list(map(list, read_documents(str(tmp_path))))
+        def refuses(
+            path: Path, *args: Any, original: Any = original, name: str = name, **kwargs: Any
+        ) -> Any:  # root may read everything
+            if path.name == name:
+                raise PermissionError(13, "Permission denied")
+            return original(path, *args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, method, refuses)
+            with pytest.raises(ValueError, match=f"data: can't read '.*{name}': Permission denied; let this"):
+                list(map(list, read_documents(str(tmp_path))))
 
 
 def test_a_data_set_gives_its_text_column_and_its_own_split(

@@ -3,7 +3,7 @@
 With one query a head, the time is that of reading the keys and values once. So the query heads that share a
 head of keys are the rows of one tile, and the keys are split over as many programs as keep the memory busy
 (Flash-Decoding, Dao et al. 2023). Where they are split, each program leaves its accumulator, maximum and
-denominator in float32, and a second kernel adds them up in a fixed order. From sm_90 on it is started while
+denominator in float32, and a second kernel adds them up in a fixed order. On sm_90 it is started while
 the first one runs (programmatic dependent launch) and waits on the device for what it reads.
 
 How many programs there are is decided on the host, from shapes; which keys each one reads on the device, from

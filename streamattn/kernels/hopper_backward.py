@@ -1,12 +1,12 @@
 """Attention backward for Hopper (compute capability 9.0), in Gluon: dq, dk and dv in one walk of the tiles.
 
-Three kernels. The first leaves the statistics of the rows, ``lse`` in base 2 and ``delta = rowsum(dout * out)
-- dlse``, and clears the float32 sums of dq. In the second a program has CONSUMERS * 64 keys of one
-(batch, key head), whose dk and dv its consumers keep in registers; it walks the tiles of 64 queries that see
-them, over all query heads of the group, while one warp copies by TMA. Each tile's share of dq is added to the
-sums by TMA. Its product belongs to the consumers, each taking half of the columns, or where registers suffice
-(head dimension 64) to a warpgroup of its own, so that no consumer ever waits for another. The third kernel
-scales and rounds dq.
+Three kernels, and with segments in order a fourth. The first leaves the statistics of the rows, ``lse`` in
+base 2 and ``delta = rowsum(dout * out) - dlse``, and clears the float32 sums of dq and whose turn it is. In
+the second a program has CONSUMERS * 64 keys of one (batch, key head), whose dk and dv its consumers keep in
+registers; it walks the tiles of 64 queries that see them, over all query heads of the group, while one warp
+copies by TMA. Each tile's share of dq is added to the sums by TMA. Its product belongs to the consumers, each
+taking half of the columns, or where registers suffice (head dimension 64) to a warpgroup of its own, so that
+no consumer ever waits for another. The third kernel scales and rounds dq.
 
 Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
 inputs; dq is too if asked for (see `hopper_backward_order`), or else its sums take their terms as they come.

@@ -6,8 +6,8 @@ their own, the adders, wait for the turn, add by TMA, wait until that is in glob
 on. They take the tiles by turns, each with a buffer in shared memory, so that nobody else waits for memory.
 
 Programs of one head start from the last keys to the first, and each walks its queries from the first on.
-Under a causal mask or in a window a program so comes to a tile two tiles later than the program before, and
-hardly waits. Without a mask all of them meet at the first tile, and then run behind one another; so few of
+Where queries see no later keys a program so comes to a tile two tiles later than the program before, and
+hardly waits. Where they do all of them meet at the first tile, and then run behind one another; so few of
 them run at a time (see `hopper_launch.group_of_heads`).
 
 With segments the programs that visit a tile need not be neighbours: a light pass counts, for each, those

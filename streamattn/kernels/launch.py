@@ -51,7 +51,7 @@ def architecture_of(x: Tensor) -> Architecture:
 
 
 def starts_early(x: Tensor) -> bool:
-    """Whether x's device can start a kernel while the one before it runs (Triton's option ``launch_pdl``)."""
+    """Whether kernels are started while the one before them runs (Triton's option ``launch_pdl``)."""
     return architecture_of(x) == "sm_90"
 
 
