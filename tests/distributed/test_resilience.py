@@ -91,8 +91,9 @@ def test_killed_while_it_saves_and_started_again_by_torchrun(tmp_path: Path) -> 
     job = write_job(tmp_path, max_steps=6, save_strategy="steps", save_steps=2, save_total_limit=1)
     status, out, err = run_and_kill(tmp_path, job, "_save_rng_state", step=4, restarts=1)
     assert status == 0, err
-    (line,) = said(err)
-    assert line.endswith("; torchrun starts it again")
+    lines = said(err)  # of the other process; none where torchrun ends it before it can speak
+    assert len(lines) <= 1
+    assert all(line.endswith("; torchrun starts it again") for line in lines)
     output = tmp_path / "out"
     assert f"skipping {output / 'checkpoint-4'}: no readable trainer_state.json" in out
     assert f"resuming from {output / 'checkpoint-2'}\n" in out
