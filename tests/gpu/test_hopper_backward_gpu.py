@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from streamattn import attention
 from streamattn.dispatch import Backend, unavailable
 from tests.cases import Beside, Case, Inputs, Result, expected, keep_of, relative_errors, run
 from tests.gpu.peers import compare
+from tests.hopper_cases import HIDING, feature_case
 from tests.oracle import visible_pairs
 from tests.pairwise import pairwise
 
@@ -62,6 +64,19 @@ def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of a step, and the tensors that its replays fill."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
 
 
 SIZES = [(64, 64), (513, 513), (1000, 1000), (2048, 2048), (100, 613)]
@@ -151,26 +166,6 @@ FEATURES: dict[str, list[Any]] = {
 }
 
 
-def feature_case(row: dict[str, Any]) -> Case:
-    (q_len, kv_len), window, extra = row["size"], row["window"], row["extra"]
-    if isinstance(window, tuple) and window[0] >= 0:  # every key is seen by some query
-        window = (max(window[0], kv_len - q_len), window[1])
-    return Case(
-        q_heads=row["heads"][0],
-        kv_heads=row["heads"][1],
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=row["head_dim"],
-        causal=window == "causal",
-        window_size=None if window == "causal" else window,
-        segments="pair" if "pair" in extra else "none",
-        lengths="ragged" if "lengths" in extra else "none",
-        softcap=3.0 if "softcap" in extra else None,
-        dropout_p=0.2 if "dropout" in extra else 0.0,
-        layout=row["layout"] if q_len == kv_len else "bthd",
-    )
-
-
 @pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_pair_of_features(row, served, poisoned):
     beside_the_portable_kernel(feature_case(row), row["dtype"], served)
@@ -189,16 +184,6 @@ def test_many_documents(head_dim, segments, served, poisoned):
     assert served
     for name in GRADS:
         assert relative_errors(got[name], want[name], 1e-30)[0] < 4e-3, name
-
-
-HIDING = [
-    {"segments": "ids", "causal": True},
-    {"segments": "pair", "causal": True},
-    {"segments": "pair"},
-    {"lengths": "ragged", "causal": True},
-    {"lengths": "ragged"},
-    {"lengths": "extreme", "causal": True},
-]
 
 
 @pytest.mark.parametrize("options", HIDING, ids=str)
@@ -317,14 +302,7 @@ def test_in_a_cuda_graph(head_dim, served):
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention(*leaves, causal=True), leaves, dout)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     assert len(served) == 2
     for _ in range(3):
         with torch.no_grad():
@@ -400,14 +378,7 @@ def test_deterministic_in_a_cuda_graph(head_dim, causal, served):
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention(*leaves, causal=causal, deterministic=True), leaves, dout)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         with torch.no_grad():
             for x in (*leaves, dout):

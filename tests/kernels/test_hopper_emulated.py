@@ -36,6 +36,7 @@ from streamattn.kernels import (  # noqa: E402
 from streamattn.kernels.launch import launch  # noqa: E402
 from tests.cases import Case, Result, expected, judge, keep_of, run  # noqa: E402
 from tests.emulator import machine  # noqa: E402
+from tests.hopper_cases import HIDING, feature_case  # noqa: E402
 from tests.oracle import visible_pairs  # noqa: E402
 from tests.pairwise import pairwise  # noqa: E402
 
@@ -100,27 +101,6 @@ FEATURES: dict[str, list[Any]] = {
 }
 
 
-def feature_case(row: dict[str, Any]) -> Case:
-    (q_len, kv_len), window, extra = row["size"], row["window"], row["extra"]
-    if isinstance(window, tuple) and window[0] >= 0:  # every key is seen by some query
-        window = (max(window[0], kv_len - q_len), window[1])
-    return Case(
-        q_heads=row["heads"][0],
-        kv_heads=row["heads"][1],
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=row["head_dim"],
-        causal=window == "causal",
-        window_size=None if window == "causal" else window,
-        segments="pair" if "pair" in extra else "none",
-        lengths="ragged" if "lengths" in extra else "none",
-        softcap=3.0 if "softcap" in extra else None,
-        dropout_p=0.2 if "dropout" in extra else 0.0,
-        layout=row["layout"] if q_len == kv_len else "bthd",
-        seed=q_len,
-    )
-
-
 @pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_pair_of_features(row, served):
     check(feature_case(row))
@@ -162,17 +142,6 @@ def test_every_tile(tile, causal, monkeypatch):
     check_forward(Case(q_len=700, kv_len=700, head_dim=64, causal=causal))
 
 
-HIDING = [
-    {"segments": "ids", "causal": True},
-    {"segments": "pair", "causal": True},
-    {"segments": "pair"},
-    {"lengths": "ragged", "causal": True},
-    {"lengths": "ragged"},
-    {"lengths": "extreme", "causal": True},
-    {"causal": True, "q_len": 400},
-]
-
-
 def test_padding_between_the_queries_of_two_halves_reaches_nothing():
     """No span of 64 keys has those queries near, but the tiles of 128 keys' spans together do."""
     case = Case(q_len=384, kv_len=384, head_dim=64, layout="bthd", segments="pair")
@@ -187,7 +156,7 @@ def test_padding_between_the_queries_of_two_halves_reaches_nothing():
     judge(run(attention, inputs, return_lse=True, backend="hopper", deterministic=False), want, HALF, case)
 
 
-@pytest.mark.parametrize("options", HIDING, ids=str)
+@pytest.mark.parametrize("options", [*HIDING, {"causal": True, "q_len": 400}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_nobody_sees_reaches_nothing(head_dim, options):
     """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
