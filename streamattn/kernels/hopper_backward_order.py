@@ -7,8 +7,8 @@ on. They take the tiles by turns, each with a buffer in shared memory, so that n
 
 Programs of one head start from the last keys to the first, and each walks its queries from the first on.
 Where queries see no later keys a program so comes to a tile two tiles later than the program before, and
-hardly waits. Where they do all of them meet at the first tile, and then run behind one another; so few of
-them run at a time (see `hopper_launch.group_of_heads`).
+hardly waits. Where they do all of them meet at the first tile, and then run behind one another. How many
+heads start side by side was found by measuring (see `hopper_launch.group_of_heads`).
 
 With segments the programs that visit a tile need not be neighbours: a light pass counts, for each, those
 before it.
