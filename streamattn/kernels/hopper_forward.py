@@ -264,6 +264,7 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     CONSUMERS: gl.constexpr = VARIANT.value.CONSUMERS
+    Q_BUFFERS: gl.constexpr = VARIANT.value.Q_BUFFERS
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     S_LAYOUT: gl.constexpr = score_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = score_layout(BLOCK_D)
@@ -273,7 +274,6 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     )
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape  # noqa: RUF059
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
-    q = q_smem.index(WHICH).reshape([BLOCK_M, BLOCK_D])
     if VARIANT.value.HAS_DROPOUT:
         scale, softcap, seed_ptr, drop_threshold = scaling
         scaling = (scale, softcap, gl.load(seed_ptr), drop_threshold)
@@ -284,6 +284,8 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         b, h, item_first, length, origin, n_start, n_stop, padded = work(  # noqa: RUF059
             item, shape, visibility, CONSUMERS * BLOCK_M, BLOCK_N, VARIANT
         )
+        own_q = count % Q_BUFFERS * CONSUMERS + WHICH
+        q = q_smem.index(own_q).reshape([BLOCK_M, BLOCK_D])
         i_first = item_first + WHICH * BLOCK_M
         i_last = gl.minimum(i_first + BLOCK_M, q_len) - 1
         start, stop = kv_span(i_first, i_last, q_len, length, left, right)
@@ -308,7 +310,11 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         m = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW_LAYOUT)
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT_LAYOUT)
         l = own_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=S_LAYOUT))
-        mbarrier.wait(q_full.index(WHICH), count & 1)
+        mbarrier.wait(q_full.index(own_q), (count // Q_BUFFERS) & 1)
+        if VARIANT.value.SHARED_OUT and Q_BUFFERS == 2:
+            tma.store_wait(0)  # the output of the item before has left
+            other_q = (count + 1) % Q_BUFFERS * CONSUMERS + WHICH
+            mbarrier.arrive(q_free.index(other_q), count=1, pred=count > 0)
         if n_high > n_low:
             theirs = segments_of(operands, n_high - 1, True, VARIANT)
             await_tile(k_full, t, STAGES)
@@ -340,13 +346,13 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
                     s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, True, VARIANT)
                     t += 1
             if not VARIANT.value.SHARED_OUT:
-                mbarrier.arrive(q_free.index(WHICH), count=1)
+                mbarrier.arrive(q_free.index(own_q), count=1)
             if VARIANT.value.OVERLAP:
                 acc = multiply_values(v_full, v_smem, p16, acc, t, VARIANT)
             t += 1
         else:
             if not VARIANT.value.SHARED_OUT:
-                mbarrier.arrive(q_free.index(WHICH), count=1)
+                mbarrier.arrive(q_free.index(own_q), count=1)
         t = skip(k_full, v_full, t, n_low - n_start, STAGES, THREADS)
 
         total = gl.convert_layout(gl.sum(l, 1), ROW_LAYOUT)
@@ -355,16 +361,16 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
             divisor *= 1.0 - scaling[3] / 256.0
         out = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if VARIANT.value.SHARED_OUT:
-            out_tile = q_smem.index(WHICH)
+            out_tile = q_smem.index(own_q)
         else:
             out_tile = out_smem.index(WHICH)
             tma.store_wait(0)  # the item before
         out_tile.reshape([BLOCK_M, BLOCK_D]).store(out.to(q_smem.dtype))
         fence_async_shared()
         copy_out(out_desc, [b, h, i_first, 0], out_tile)
-        if VARIANT.value.SHARED_OUT:
+        if VARIANT.value.SHARED_OUT and Q_BUFFERS == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q_free.index(WHICH), count=1)
+            mbarrier.arrive(q_free.index(own_q), count=1)
         lse_ptrs = lse_ptr + (b.to(gl.int64) * num_heads + h) * q_len + rows
         gl.store(lse_ptrs, m * LN2 + gl.log(total), mask=rows < q_len)
         if VARIANT.value.DYNAMIC:
@@ -414,6 +420,7 @@ def hopper_fwd_kernel(
     HAS_RIGHT: gl.constexpr,
     WIDE_EDGE: gl.constexpr,
     SHARED_OUT: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
     HAS_SEGMENTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -421,7 +428,8 @@ def hopper_fwd_kernel(
 ):
     """out [B, Hq, Tq, D] and lse [B, Hq, Tq]; descriptors of blocks [1, 1, BLOCK_M or BLOCK_N, BLOCK_D]."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
+    Q_TILES: gl.constexpr = Q_BUFFERS * CONSUMERS
+    q_smem = gl.allocate_shared_memory(dtype, [Q_TILES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
     k_smem = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     v_smem = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     if SHARED_OUT:
@@ -430,8 +438,8 @@ def hopper_fwd_kernel(
         out_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     next_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -439,7 +447,7 @@ def hopper_fwd_kernel(
     for i in gl.static_range(2):
         mbarrier.init(next_full.index(i), count=1)
         mbarrier.init(next_free.index(i), count=CONSUMERS)
-    for c in gl.static_range(CONSUMERS):
+    for c in gl.static_range(Q_TILES):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_free.index(c), count=1)
     for i in gl.static_range(STAGES):
@@ -450,8 +458,8 @@ def hopper_fwd_kernel(
     fence_async_shared()
 
     VARIANT: gl.constexpr = variant_of(
-        CONSUMERS, OVERLAP, SHARED_OUT, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, HAS_LENGTHS, HAS_SEGMENTS,
-        HAS_SOFTCAP, HAS_DROPOUT,
+        CONSUMERS, OVERLAP, SHARED_OUT, Q_BUFFERS, DYNAMIC, HAS_LEFT, HAS_RIGHT, WIDE_EDGE, HAS_LENGTHS,
+        HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT,
     )  # fmt: skip
     shape = (batch, num_heads, q_len, kv_len, window_left, window_right, heads_per_group)
     segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids)
@@ -518,13 +526,16 @@ def attention_forward(
     out = heads_last(q, head_dim)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32)
     window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
+    has_segments, dropout = spans is not None, drop_threshold(dropout_p) > 0
     limited = window_left < UNBOUNDED or window_right < UNBOUNDED
+    even = not (limited or has_segments or kv_lengths is not None)
     multiprocessors = multiprocessor_count(q.get_device())
-    dropout, has_segments = drop_threshold(dropout_p) > 0, spans is not None
-    tile = choose_hopper_tile(head_dim, q_len, batch * num_heads, multiprocessors, has_segments, dropout)
+    tile = choose_hopper_tile(
+        head_dim, q_len, batch * num_heads, multiprocessors, even, has_segments, dropout
+    )
     num_tiles = -(-q_len // (tile.CONSUMERS * HOPPER_BLOCK_M))
     items = num_tiles * batch * num_heads
-    drawn = (limited or has_segments or kv_lengths is not None) and items > multiprocessors
+    drawn = not even and items > multiprocessors
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn else None
     # whether the last keys of a consumer's queries may lie in two tiles; those of a length end with a tile
     diagonal = window_right - q_len + (kv_len if kv_lengths is None else 0)
@@ -559,6 +570,7 @@ def attention_forward(
             HAS_RIGHT=window_right < UNBOUNDED,
             WIDE_EDGE=wide_edge or has_segments,
             SHARED_OUT=tile.SHARED_OUT,
+            Q_BUFFERS=tile.Q_BUFFERS,
             HAS_LENGTHS=kv_lengths is not None,
             HAS_SEGMENTS=has_segments,
             HAS_SOFTCAP=softcap > 0.0,

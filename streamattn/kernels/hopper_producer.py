@@ -22,9 +22,10 @@ class Variant:
     """What the code of a kernel depends on beside the shape of its tile.
 
     Attributes:
-        CONSUMERS: of a program; this and the next two as in `HopperTile`.
+        CONSUMERS: of a program; this and the next three as in `HopperTile`.
         OVERLAP: see there.
         SHARED_OUT: see there.
+        Q_BUFFERS: see there.
         DYNAMIC: whether work items are drawn from a counter.
         HAS_LEFT: whether the window limits the keys before a query.
         HAS_RIGHT: whether it limits those behind it.
@@ -38,6 +39,7 @@ class Variant:
     CONSUMERS: int
     OVERLAP: bool
     SHARED_OUT: bool
+    Q_BUFFERS: int
     DYNAMIC: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -193,6 +195,7 @@ def producer(feed, VARIANT: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     CONSUMERS: gl.constexpr = VARIANT.value.CONSUMERS
+    Q_BUFFERS: gl.constexpr = VARIANT.value.Q_BUFFERS
     Q_BYTES: gl.constexpr = BLOCK_M * q_smem.shape[4] * 2
     KV_BYTES: gl.constexpr = BLOCK_N * k_smem.shape[4] * 2
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
@@ -217,9 +220,10 @@ def producer(feed, VARIANT: gl.constexpr):
             last = gl.maximum((n_stop - 2) * BLOCK_N, 0)
             prefetch(kv_ids_of(visibility, b) + last, 2 * BLOCK_N)
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_free.index(c), (count & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), Q_BYTES)
-            copy_in(q_desc, [b, h, i_first + c * BLOCK_M, 0], q_full.index(c), q_smem.index(c))
+            at = count % Q_BUFFERS * CONSUMERS + c
+            mbarrier.wait(q_free.index(at), ((count // Q_BUFFERS) & 1) ^ 1)
+            mbarrier.expect(q_full.index(at), Q_BYTES)
+            copy_in(q_desc, [b, h, i_first + c * BLOCK_M, 0], q_full.index(at), q_smem.index(at))
         # k runs one tile ahead of v
         for step in range(0, gl.where(n_stop > n_start, n_stop - n_start + 1, 0)):
             n = n_stop - 1 - step

@@ -117,6 +117,7 @@ class HopperTile:
         REGISTERS: of a thread of a consumer.
         OVERLAP: whether a tile's exponentials run during the product of the tile before.
         SHARED_OUT: whether the output leaves through q's buffer, for want of shared memory.
+        Q_BUFFERS: work items whose queries have room in shared memory, 1 or 2.
     """
 
     CONSUMERS: int
@@ -126,17 +127,26 @@ class HopperTile:
     REGISTERS: int
     OVERLAP: bool
     SHARED_OUT: bool
+    Q_BUFFERS: int
 
 
-_WIDE_64 = HopperTile(3, 128, 64, 3, 160, True, False)  # fastest where a row of keys is long
-_TALL_64 = HopperTile(4, 64, 64, 4, 120, False, False)  # fastest up to 1024 queries
-_SMALL_64 = HopperTile(2, 128, 64, 3, 240, True, False)  # fewest queries an item: for few of them
-_128 = HopperTile(2, 128, 128, 2, 240, True, False)
-_256 = HopperTile(2, 64, 256, 2, 240, True, True)
+_WIDE_64 = HopperTile(3, 128, 64, 3, 160, True, False, 2)  # fastest where a row of keys is long
+_TALL_64 = HopperTile(4, 64, 64, 4, 120, False, False, 2)  # fastest up to 1024 queries
+_TALL_64_DRAWN = HopperTile(4, 64, 64, 4, 120, False, False, 1)
+_SMALL_64 = HopperTile(2, 128, 64, 3, 240, True, False, 2)  # fewest queries an item: for few of them
+_128 = HopperTile(2, 128, 128, 2, 240, True, True, 2)
+_128_SEGMENTS = HopperTile(2, 128, 128, 2, 240, True, False, 1)
+_256 = HopperTile(2, 64, 256, 2, 240, True, True, 1)
 
 
 def choose_hopper_tile(
-    head_dim: int, q_len: int, num_heads: int, multiprocessors: int, segments: bool, dropout: bool
+    head_dim: int,
+    q_len: int,
+    num_heads: int,
+    multiprocessors: int,
+    even: bool,
+    segments: bool,
+    dropout: bool,
 ) -> HopperTile:
     """The tile of the Hopper forward.
 
@@ -145,17 +155,23 @@ def choose_hopper_tile(
         q_len: number of queries of a sequence.
         num_heads: heads over the whole batch.
         multiprocessors: of the GPU; an item for each is wanted before items grow.
+        even: whether all items take equally long; where they don't, a program that has room for the next
+            item's queries draws that item early, and short items end unevenly.
         segments: whether there are; they are short where sequences are packed.
         dropout: whether there is; it takes registers.
     """
+    if head_dim > 128:
+        return _256
     if head_dim > 64:
-        return _128 if head_dim <= 128 else _256
-    tile = _TALL_64 if q_len <= 1024 or segments else _WIDE_64
-    if dropout and tile is _WIDE_64:
-        return _SMALL_64
-    rows = tile.CONSUMERS * HOPPER_BLOCK_M
-    items = -(-q_len // rows) * num_heads
-    return tile if q_len > 128 and items >= multiprocessors else _SMALL_64
+        return _128_SEGMENTS if segments else _128
+    if q_len > 1024 and not segments:
+        tile = _SMALL_64 if dropout else _WIDE_64
+    else:
+        tile = _TALL_64 if even else _TALL_64_DRAWN
+    items = -(-q_len // (tile.CONSUMERS * HOPPER_BLOCK_M))
+    # rows that no query fills, and small items are a tenth slower for a row
+    rows, fewest = (-(-q_len // (x.CONSUMERS * HOPPER_BLOCK_M)) * x.CONSUMERS for x in (tile, _SMALL_64))
+    return tile if items * num_heads >= multiprocessors and rows <= 1.1 * fewest else _SMALL_64
 
 
 @dataclass(frozen=True)

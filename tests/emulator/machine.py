@@ -168,7 +168,9 @@ def expect(bar: Shared, size: Any) -> None:
     _change(here(), _barrier(bar), 1, int(size))
 
 
-def arrive(bar: Shared, count: int = 1) -> None:
+def arrive(bar: Shared, count: int = 1, pred: Any = True) -> None:
+    if not pred:
+        return
     _change(here(), _barrier(bar), int(count), 0)
 
 

@@ -134,12 +134,14 @@ def test_forward_and_backward(size, head_dim, causal, served):
     assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"]
 
 
+TILES = {name: tile for name, tile in vars(tiles).items() if isinstance(tile, tiles.HopperTile)}
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tile", ["_TALL_64", "_WIDE_64", "_SMALL_64"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_every_tile(tile, causal, monkeypatch):
-    chosen = getattr(tiles, tile)
-    monkeypatch.setattr(hopper_forward, "choose_hopper_tile", lambda *args: chosen)
-    check_forward(Case(q_len=700, kv_len=700, head_dim=64, causal=causal))
+    monkeypatch.setattr(hopper_forward, "choose_hopper_tile", lambda *args: tile)
+    check_forward(Case(q_len=700, kv_len=700, head_dim=tile.BLOCK_D, causal=causal))
 
 
 def test_padding_between_the_queries_of_two_halves_reaches_nothing():

@@ -12,6 +12,7 @@ from streamattn.kernels.tiles import (
     _TABLES,
     HOPPER_BLOCK_M,
     Architecture,
+    HopperTile,
     Pass,
     Tile,
     architecture,
@@ -93,8 +94,15 @@ def test_tiles_are_pinned():
         tile.BLOCK_M = 128  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def chosen(head_dim: int, q_len: int, num_heads: int, segments: bool = False, dropout: bool = False):
-    return choose_hopper_tile(head_dim, q_len, num_heads, 132, segments, dropout)
+def chosen(
+    head_dim: int,
+    q_len: int,
+    num_heads: int,
+    even: bool = False,
+    segments: bool = False,
+    dropout: bool = False,
+) -> HopperTile:
+    return choose_hopper_tile(head_dim, q_len, num_heads, 132, even, segments, dropout)
 
 
 def test_hopper_tiles_grow_with_the_work():
@@ -104,17 +112,21 @@ def test_hopper_tiles_grow_with_the_work():
     # 48 items of 256 queries would leave most of 132 multiprocessors without work
     assert chosen(64, 1024, 12).CONSUMERS == 2
     assert chosen(64, 128, 1000).CONSUMERS == 2
-    assert chosen(64, 1025, 100, segments=True) == tall
+    # two items of 256 queries would have a third more rows than three of 128
+    assert chosen(64, 384, 1000).CONSUMERS == 2
+    assert chosen(64, 512, 1000).CONSUMERS == 4
+    assert chosen(64, 2048, 100, segments=True) == tall
     assert chosen(64, 1025, 100, dropout=True).CONSUMERS == 2
 
 
 @pytest.mark.parametrize("q_len", [64, 500, 5000])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 136, 192, 256])
 def test_hopper_tiles_are_what_the_kernel_takes(head_dim, q_len):
-    for num_heads, segments, dropout in product((1, 10_000), (False, True), (False, True)):
-        tile = chosen(head_dim, q_len, num_heads, segments, dropout)
+    for num_heads, *flags in product((1, 10_000), *[(False, True)] * 3):
+        tile = chosen(head_dim, q_len, num_heads, *map(bool, flags))
         assert head_dim <= tile.BLOCK_D
         assert tile.CONSUMERS in (2, 3, 4)
         assert 8 + 2 * tile.STAGES <= 16, "two named barriers a stage, from the eighth on"
         # a consumer's queries end in one tile of keys where the diagonal starts at a multiple of theirs
         assert tile.BLOCK_N % HOPPER_BLOCK_M == 0
+        assert tile.Q_BUFFERS in (1, 2)
