@@ -126,17 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (why := processes.loss(error)) is not None:
                 processes.end(1, lambda: f"streamattn finetune: {why}; give the command again")
             raise
-        try:
-            with _stopping(job, folder, trainer):
+        # Also around what is said of a loss: torchrun's SIGTERM comes while this process is about to speak.
+        with _stopping(job, folder, trainer):
+            try:
                 train(trainer, checkpoint, began)
-        except (Refused, Finished):
-            raise
-        except Exception as error:
-            if (why := processes.loss(error)) is not None:
-                processes.end(1, partial(_farewell, why, job, folder, trainer))
-            if (line := cannot_write(error, folder.path)) is None:
+            except (Refused, Finished):
                 raise
-            raise Refused(f"{line}; {_way_on(job, trainer)}") from error
+            except Exception as error:
+                if (why := processes.loss(error)) is not None:
+                    processes.end(1, partial(_farewell, why, job, folder, trainer))
+                if (line := cannot_write(error, folder.path)) is None:
+                    raise
+                raise Refused(f"{line}; {_way_on(job, trainer)}") from error
     except Refused as error:
         processes.let_the_first_speak()
         print(f"streamattn finetune: {one_line(error)}", file=sys.stderr)

@@ -123,12 +123,15 @@ def loss(error: BaseException) -> str | None:
 def end(status: int, line: Callable[[], str]) -> None:
     """End this process at once, with a line on stderr if no other process of the launch has said one.
 
-    At once, for a process group that lost a member can keep its destructor waiting.
+    At once, for a process group that lost a member can keep its destructor waiting. Until then SIGTERM is
+    ignored: torchrun, which noticed too, sends it while this process asks whether it is the first to speak.
 
     Args:
         status: the exit status.
         line: what to say; called only in the process that says it.
     """
+    if threading.current_thread() is threading.main_thread():  # which alone may set handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _speaking.acquire()
     try:
         if _is_first_to_speak(os.environ):

@@ -84,6 +84,20 @@ def test_sigterm_has_a_last_word_also_where_python_waits(monkeypatch: pytest.Mon
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_sigterm_does_not_cut_off_a_last_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """As torchrun's would while the store is asked who speaks."""
+
+    def last_word() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "lost"
+
+    speaker = os.fork()
+    if speaker == 0:
+        processes.end(1, last_word)
+    assert os.waitstatus_to_exitcode(os.waitpid(speaker, 0)[1]) == 1
+    assert capfd.readouterr().err == "lost\n"
+
+
 def test_processes_that_were_forked_meanwhile_keep_nobody_waiting() -> None:
     """As DataLoader's workers do, which live as long as their iterator."""
     with processes.ending_on_sigterm(lambda: "stopped"):
