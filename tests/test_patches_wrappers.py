@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -202,15 +204,28 @@ def test_offloading(name: str, how: str, order: str, tmp_path: Path, monkeypatch
 # Quantised linears
 
 
+@pytest.fixture
+def quantization() -> Any:
+    """torchao's, also from the folder that TORCHAO names.
+
+    transformers imports torchao wherever it finds it, which takes a second in every process: a folder that
+    only these tests know spares the others that. It stays on the path, for what was imported stays too.
+    """
+    if (folder := os.environ.get("TORCHAO")) is not None and folder not in sys.path:
+        sys.path.append(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name != "GPT-2"]
 )  # whose projections aren't linears
-def test_weights_of_eight_bits(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_eight_bits(
+    name: str, order: str, quantization: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """huggingface's and our layers call the same quantised projections."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     config = quantization.Int8WeightOnlyConfig()
     model, reference = pair(name)
     before = reference(**call(name)).loss
