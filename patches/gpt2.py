@@ -5,8 +5,8 @@ same mathematics, and the kernel accumulates in float32 anyway. Self-attention i
 mask comes, as a user's own 4-D one is: then that alone says who sees whom, but that older releases' eager
 layers are causal under any mask. Attention weights, when asked for, are those before dropout.
 
-Layout: q, k, v are [B, H, T, D] views of the fused projection's output, read in place; the output's heads
-merge as a view.
+Layout: q, k, v are [B, H, T, D] views of the fused projection's output, read in place, and their gradients
+are written side by side as its gradient; the output's heads merge as a view.
 
 Differs from eager: queries that see no key (padding) give 0 where eager gives the mean of the values. A loss
 reads one such row: labels are shifted, so the last place of left padding predicts the first token.
@@ -100,13 +100,16 @@ class StreamGPT2Attention(GPT2Attention):
         cache = hf.cache_of(kwargs)
         encoder_states = kwargs.get("encoder_hidden_states")
         crosses = encoder_states is not None
-        filled = present = None
+        filled = present = packed = None
         if crosses:
             q = self._heads(self._query_of_decoder(hidden_states))
             k, v = self._keys_of_encoder(encoder_states, cache)
             mask = kwargs.get("encoder_attention_mask")
         else:
-            q, k, v = map(self._heads, self.c_attn(hidden_states).split(self.split_size, dim=2))
+            fused = self.c_attn(hidden_states)
+            q, k, v = map(self._heads, fused.split(self.split_size, dim=2))
+            if cache is None:
+                packed = fused.unflatten(2, (-1, self.head_dim))
             mask = kwargs.get("attention_mask")
             if isinstance(cache, tuple):
                 k, v = (torch.cat(pair, dim=2) for pair in zip(cache, (k, v), strict=True))
@@ -131,6 +134,7 @@ class StreamGPT2Attention(GPT2Attention):
             filled=filled,
             cu_seqlens=None if crosses else kwargs.get("cu_seq_lens_q"),
             need_weights=hf.weights_wanted(self, kwargs, "cross_attentions" if crosses else "attentions"),
+            packed=packed,
         )
         head_mask = kwargs.get("head_mask")
         if head_mask is not None:

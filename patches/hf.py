@@ -36,6 +36,7 @@ from patches import compact
 from patches.registry import is_patched
 from streamattn import parallel
 from streamattn.functional import attention, resolve_window
+from streamattn.packed import packed_attention
 from streamattn.weights import attention_weights, combine_masks
 
 try:
@@ -276,6 +277,7 @@ def attend(
     sinks: Tensor | None = None,
     sinks_scale_output: bool = False,
     position_bias: Tensor | None = None,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`streamattn.attention` on what a HuggingFace layer holds.
 
@@ -299,6 +301,7 @@ def attend(
         sinks: [Hq], as `attention` takes them.
         sinks_scale_output: Whether the layer's weights are those without sinks, which scale the output then.
         position_bias: Floating, broadcasts to [B, Hq, Tq, Tk], added to the scores; differentiable.
+        packed: [B, T, Hq + 2 Hkv, D], of which q, k and v are views: its gradient is made as one.
 
     Returns:
         ``(out, weights)``: out [B, Hq, Tq, Dv]; weights [B, Hq, Tq, Tk], before dropout, or None.
@@ -375,6 +378,8 @@ def attend(
         "softcap": softcap,
         "dropout_p": dropout_p,
     }
+    if packed is not None and packed.requires_grad and not need_weights:
+        return packed_attention(packed, num_kv_heads=k.shape[1], **options)[0], None
     if not need_weights:
         return attention(q, k, v, **options), None
     apart = sinks if sinks_scale_output else None

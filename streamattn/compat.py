@@ -40,6 +40,7 @@ from streamattn.compat_checks import (
     readable,
 )
 from streamattn.functional import attention
+from streamattn.packed import packed_attention
 
 Pair = tuple[int, int]
 
@@ -71,25 +72,30 @@ def _attend(
     segment_ids: tuple[Tensor, Tensor] | None = None,
     kv_lengths: Tensor | None = None,
     block_table: Tensor | None = None,
+    qkv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` [B, Tq, H, Dv] and ``lse`` [B, H, Tq] for q, k, v [B, T, H, D]; k, v may be paged."""
+    """``out`` [B, Tq, H, Dv] and ``lse`` [B, H, Tq] for q, k, v [B, T, H, D]; k, v may be paged.
+
+    They may be views of qkv [B, T, 3, H, D], which then gets its gradient as one.
+    """
     kv_len = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
-    out, lse = attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        causal=causal,
-        window_size=window_size,
-        scale=softmax_scale,
-        attn_mask=None if alibi_slopes is None else _alibi(alibi_slopes, q, kv_len, kv_lengths),
-        segment_ids=segment_ids,
-        kv_lengths=kv_lengths,
-        block_table=block_table,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        return_lse=True,
-        deterministic=deterministic or None,  # False is flash-attn's default, not a wish against torch's flag
-    )
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "scale": softmax_scale,
+        "attn_mask": None if alibi_slopes is None else _alibi(alibi_slopes, q, kv_len, kv_lengths),
+        "segment_ids": segment_ids,
+        "kv_lengths": kv_lengths,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic or None,  # False is flash-attn's default, not a wish against torch's
+    }
+    # what has its heads of q, k and v apart is no one row of heads
+    if qkv is not None and qkv.requires_grad and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
+        out, lse = packed_attention(qkv.flatten(2, 3), **options)
+    else:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = attention(q, k, v, block_table=block_table, return_lse=True, **options)
     return out.transpose(1, 2), lse
 
 
@@ -173,10 +179,23 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q, k and v packed as ``qkv`` [B, T, 3, H, D], read in place."""
+    """`flash_attn_func` of q, k, v packed as ``qkv`` [B, T, 3, H, D], which is read and written in place."""
     q, k, v = _unpacked(qkv, 3, "qkv", 5)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_func(q, k, v, *options, return_attn_probs)
+    check_options(window_size, dropout_p, return_attn_probs)
+    out, lse = _attend(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        qkv=qkv,
+    )
+    return _returned(out, lse, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -294,6 +313,30 @@ def flash_attn_varlen_func(
     """
     check_no_pages(block_table)
     check_rank(3, "[total, H, D]", q=q, k=k, v=v)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _varlen(q, k, v, *bounds, *options, return_attn_probs)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Pair,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    qkv: Tensor | None = None,
+) -> Any:
+    """`flash_attn_varlen_func`; q, k and v may be views of qkv [total, 3, H, D]."""
     check_tokens(k, v)
     check_options(window_size, dropout_p, return_attn_probs)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
@@ -332,7 +375,8 @@ def flash_attn_varlen_func(
     else:
         q_segments = _documents(cu_seqlens_q, q.shape[0])[None]
         kv_segments = q_segments if aligned else _documents(cu_seqlens_k, k.shape[0])[None]
-        out, lse = _attend(q[None], k[None], v[None], segment_ids=(q_segments, kv_segments), **options)
+        options.update(segment_ids=(q_segments, kv_segments), qkv=None if qkv is None else qkv[None])
+        out, lse = _attend(q[None], k[None], v[None], **options)
         out, lse = out[0], lse[0]
     return _returned(out, lse, return_attn_probs)
 
@@ -353,9 +397,8 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of q, k and v packed as ``qkv`` [total, 3, H, D], read in place."""
     q, k, v = _unpacked(qkv, 3, "qkv", 4)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, return_attn_probs
-    )
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _varlen(q, k, v, *bounds, *options, return_attn_probs, qkv)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -91,6 +91,13 @@ def _is_integral(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """``x`` as autocast has it, where that is on."""
+    if x.device.type == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as autocast has them, where it is on.
 
@@ -98,8 +105,7 @@ def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
         TypeError: their dtypes differ.
     """
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     if not q.dtype is k.dtype is v.dtype:
         raise TypeError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to v's")
     return q, k, v
@@ -328,6 +334,54 @@ def check_options(
     return scale, softcap, dropout_p
 
 
+def resolve_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    segment_ids: SegmentIds | None,
+    kv_lengths: Tensor | None,
+    block_table: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    backend: str,
+    deterministic: bool | None,
+) -> tuple[int, tuple[Any, ...]]:
+    """q's own number of dimensions, and the arguments of `ops.attention_forward`; raises as `attention`."""
+    check_qkv(q, k, v, block_table is not None)
+    q, k, v = of_one_dtype(q, k, v)
+    if block_table is not None:
+        _check_block_table(block_table, q, k, kv_lengths)
+    rank = q.dim()
+    for _ in range(4 - rank):
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    kv_len = k.shape[2]
+    if block_table is not None:
+        kv_len *= block_table.shape[1]
+    if attn_mask is not None:
+        attn_mask = _resolve_mask(attn_mask, q, kv_len, rank)
+    q_segments, kv_segments = None, None
+    if segment_ids is not None:
+        q_segments, kv_segments = resolve_segments(segment_ids, q, kv_len, rank)
+    if kv_lengths is not None:
+        kv_lengths = resolve_lengths(kv_lengths, q, kv_len, rank)
+    if sinks is not None:
+        sinks = resolve_sinks(sinks, q, rank)
+    seed = None
+    if dropout_p > 0.0:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    masks = (attn_mask, q_segments, kv_segments, kv_lengths, seed, sinks)
+    options = (scale, window_left, window_right, softcap, dropout_p, backend, deterministic)
+    return rank, (q, k, v, *masks, *options)
+
+
 @overload
 def attention(
     q: Tensor,
@@ -461,41 +515,14 @@ def attention(
             out, lse = kind.again(q, k, v)
             return (out, lse) if return_lse else out
 
-    check_qkv(q, k, v, block_table is not None)
-    q, k, v = of_one_dtype(q, k, v)
-    if block_table is not None:
-        _check_block_table(block_table, q, k, kv_lengths)
-    rank = q.dim()
-    for _ in range(4 - rank):
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    kv_len = k.shape[2]
-    if block_table is not None:
-        kv_len *= block_table.shape[1]
-    if attn_mask is not None:
-        attn_mask = _resolve_mask(attn_mask, q, kv_len, rank)
-    q_segments, kv_segments = None, None
-    if segment_ids is not None:
-        q_segments, kv_segments = resolve_segments(segment_ids, q, kv_len, rank)
-    if kv_lengths is not None:
-        kv_lengths = resolve_lengths(kv_lengths, q, kv_len, rank)
-    if sinks is not None:
-        sinks = resolve_sinks(sinks, q, rank)
-    seed = None
-    if dropout_p > 0.0:
-        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
-
-    out, lse = attention_forward(
+    rank, arguments = resolve_call(
         q,
         k,
         v,
         attn_mask,
-        q_segments,
-        kv_segments,
+        segment_ids,
         kv_lengths,
-        seed,
+        block_table,
         sinks,
         scale,
         window_left,
@@ -504,9 +531,8 @@ def attention(
         dropout_p,
         backend,
         deterministic,
-        block_table=block_table,
-        kind=kind,
     )
+    out, lse = attention_forward(*arguments, block_table=block_table, kind=kind)
     for _ in range(4 - rank):
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out

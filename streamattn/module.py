@@ -6,8 +6,9 @@ meaning of masks are those of `torch.nn.MultiheadAttention` (bool masks: True = 
 exists only where it is asked for.
 
 Layout: heads are split off the projections and merged again as strided views. Self-attention runs one
-projection and reads q, k and v out of it in place; the output projection reads the attention's result in
-place. Masks keep the shape they came in: a key padding mask is [B, 1, 1, S], a shared mask [1, 1, T, S].
+projection and reads q, k and v out of it in place, and their gradients are written into its own; the output
+projection reads the attention's result in place. Masks keep the shape they came in: a key padding mask is
+[B, 1, 1, S], a shared mask [1, 1, T, S].
 
 Left out on purpose: nested tensors and torch's inference fast path (padded tensors with a mask do the same
 here), TorchScript, quantized twins.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -25,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from streamattn.functional import attention, resolve_window
+from streamattn.packed import packed_attention
 from streamattn.parallel.sharing import shared
 from streamattn.pattern import UNBOUNDED
 from streamattn.weights import attention_weights, combine_masks, in_window
@@ -116,7 +119,7 @@ class FusedMultiHead(nn.Module):
                 "streamattn.parallel.sharing"
             )
         batched = query.dim() == 3
-        q, k, v = self._project(query, key, value)
+        q, k, v, packed = self._project(query, key, value)
         q_len, kv_len = q.shape[2], k.shape[2]
 
         causal = self.causal
@@ -131,7 +134,7 @@ class FusedMultiHead(nn.Module):
         window_size, window = self.window_size, resolve_window(self.window_size, causal)
         if self.bias_k is not None or self.add_zero_attn:
             k, v, key_mask, pair_mask = self._append_keys(q_len, k, v, key_mask, pair_mask, window)
-            causal, window_size, window = False, None, (UNBOUNDED, UNBOUNDED)
+            causal, window_size, window, packed = False, None, (UNBOUNDED, UNBOUNDED), None
 
         # A bool key mask beside another mask goes in as segments: their product [B, 1, T, S] is never formed.
         mask, segment_ids = pair_mask, None
@@ -141,27 +144,24 @@ class FusedMultiHead(nn.Module):
         else:
             mask = combine_masks(key_mask, pair_mask)
 
-        attended = attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_size=window_size,
-            attn_mask=mask,
-            segment_ids=segment_ids,
-            dropout_p=self.dropout if self.training else 0.0,
-            return_lse=need_weights,
-        )
+        options: dict[str, Any] = {
+            "causal": causal,
+            "window_size": window_size,
+            "attn_mask": mask,
+            "segment_ids": segment_ids,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+        if packed is not None and packed.requires_grad and not need_weights:
+            out, lse = packed_attention(packed, num_kv_heads=self.num_kv_heads, **options)
+        else:
+            out, lse = attention(q, k, v, **options, return_lse=True)
         weights = None
-        if isinstance(attended, tuple):
-            out, lse = attended
+        if need_weights:
             mask = combine_masks(key_mask, pair_mask)
             scale = 1.0 / math.sqrt(self.head_dim)
             weights = attention_weights(q, k, lse, scale=scale, window=window, attn_mask=mask)
             weights = (weights.mean(dim=1) if average_attn_weights else weights).to(query.dtype)
             weights = weights if batched else weights.squeeze(0)
-        else:
-            out = attended
 
         out = self.out_proj(rearrange(out, "b h t d -> b t (h d)"))
         if not batched:
@@ -186,17 +186,23 @@ class FusedMultiHead(nn.Module):
         parts += [f"{name}={value}" for name, (value, default) in options.items() if value != default]
         return ", ".join(parts)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q [B, Hq, T, D] and k, v [B, Hkv, S, D] of as few projections as the inputs allow."""
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Views q [B, Hq, T, D] and k, v [B, Hkv, S, D] of as few projections as the inputs allow.
+
+        If one was enough, also that of them all, [B, T, Hq + 2 Hkv, D].
+        """
         kv_dim = self.num_kv_heads * self.head_dim
         sizes = [self.embed_dim, kv_dim, kv_dim]
         weight, bias = self.in_proj_weight, self.in_proj_bias  # read once: a parametrization may draw anew
         weights = (weight,) * 3 if weight is not None else self._separate_weights()
-        inputs = {"query": query, "key": key, "value": value}
+        inputs, packed = {"query": query, "key": key, "value": value}, None
         for (name, x), w in zip(inputs.items(), weights, strict=True):
             _check_dtype(name, x, w)
         if weight is not None and query is key and key is value:
-            q, k, v = F.linear(query, weight, bias).split(sizes, dim=-1)
+            packed = F.linear(query, weight, bias)
+            q, k, v = packed.split(sizes, dim=-1)
         elif weight is not None and key is value:
             w_q, w_kv = weight.split([self.embed_dim, 2 * kv_dim])
             b_q, b_kv = (None, None) if bias is None else bias.split([self.embed_dim, 2 * kv_dim])
@@ -211,7 +217,9 @@ class FusedMultiHead(nn.Module):
         else:
             split = "b t (h d) -> b h t d" if self.batch_first else "t b (h d) -> b h t d"
         q, k, v = (rearrange(x, split, d=self.head_dim) for x in (q, k, v))
-        return q, k, v
+        if packed is not None:
+            packed = rearrange(packed, split, d=self.head_dim).transpose(1, 2)
+        return q, k, v, packed
 
     def _separate_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         assert self.q_proj_weight is not None and self.k_proj_weight is not None

@@ -36,12 +36,16 @@ try:
 except ImportError:  # no kinds then: each call goes through all of its checks
     _GUARDS = None
 
-_OPTIONS = (
+OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
     "Tensor? sinks, float scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, "
     "str backend, bool? deterministic"
 )
 
+ONCE = (
+    "attention is differentiable once; for a second derivative write it with matmul and softmax, "
+    "or take torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+)
 _MAX_KINDS, _MAX_ALIKE = 4096, 16
 _BACKENDS = {backend.value: backend for backend in Backend}
 _PLAIN = (Tensor, Parameter)
@@ -73,13 +77,13 @@ KINDS: dict[Hashable, list[Kind]] = {}
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}, *, Tensor? block_table=None) "
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {OPTIONS}, *, Tensor? block_table=None) "
     "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool mask_grad, bool sink_grad) "
+    f"{OPTIONS}, bool mask_grad, bool sink_grad) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -103,7 +107,7 @@ def _implementation(chosen: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
     return attention_forward
 
 
-def _forward(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,6 +128,7 @@ def _forward(
     block_table: Tensor | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """``attention_forward`` by the backend that serves the call, which ``kind`` is told."""
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks, block_table)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
@@ -174,15 +179,16 @@ def _forward(
     )
 
 
-def _forward_fake(
+def forward_fake(
     q: Tensor, k: Tensor, v: Tensor, *options: object, block_table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` of ``attention_forward`` without their values."""
     from streamattn.reference import accumulate_dtype, heads_last
 
     return heads_last(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
-def _backward(
+def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -205,7 +211,10 @@ def _backward(
     deterministic: bool | None,
     mask_grad: bool,
     sink_grad: bool,
+    *,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``attention_backward`` by the backend that serves the call; dq, dk, dv go into ``grads`` if given."""
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     if chosen is Backend.DECODE:
@@ -224,10 +233,10 @@ def _backward(
 
                 spans = key_spans(q_segments, kv_segments, window_left, window_right)
             options = (scale, window_left, window_right, softcap, dropout_p)
-            grads = attention_backward(
-                dout, dlse, q, k, v, out, lse, *spans, kv_lengths, seed, *options, deterministic
+            dq, dk, dv = attention_backward(
+                dout, dlse, q, k, v, out, lse, *spans, kv_lengths, seed, *options, deterministic, grads
             )
-            return *grads, q.new_empty(0), q.new_empty(0)
+            return dq, dk, dv, q.new_empty(0), q.new_empty(0)
         chosen = Backend.TRITON
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
@@ -241,7 +250,7 @@ def _backward(
         from streamattn.kernels.mask_gradient import attention_mask_gradient
 
         dq, dk, dv, lse2, delta = attention_backward(
-            dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options
+            dout, dlse, q, k, v, out, lse, attn_mask, *others, sinks, *options, grads
         )
         delta = delta[..., : q.shape[2]]
         dmask = None
@@ -269,6 +278,9 @@ def _backward(
         if delta is None:
             delta = row_delta(dout, dlse, out)
         dsinks = sink_gradient(delta, lse, sinks)
+    for made, wanted in zip((dq, dk, dv), grads or (), strict=False):
+        if made is not wanted:  # kernels that make their own
+            wanted.copy_(made)
     dmask = q.new_empty(0) if dmask is None else dmask
     return dq, dk, dv, dmask, q.new_empty(0) if dsinks is None else dsinks
 
@@ -285,8 +297,13 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from streamattn.reference import heads_last
 
-    attn_mask, sinks, mask_grad, sink_grad = options[0], options[5], *options[-2:]
     dq, dk, dv = (heads_last(x, x.shape[3]) for x in (q, k, v))
+    return dq, dk, dv, *gradients_fake(q, *options)
+
+
+def gradients_fake(q: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    """dmask and dsinks for the options of ``attention_backward``, empty where they aren't wanted."""
+    attn_mask, sinks, mask_grad, sink_grad = options[0], options[5], *options[-2:]
     dmask, dsinks = q.new_empty(0), q.new_empty(0)
     if mask_grad:
         assert isinstance(attn_mask, Tensor)
@@ -294,7 +311,7 @@ def _backward_fake(
     if sink_grad:
         assert isinstance(sinks, Tensor)
         dsinks = sinks.new_empty(sinks.shape)
-    return dq, dk, dv, dmask, dsinks
+    return dmask, dsinks
 
 
 class _Attention(torch.autograd.Function):
@@ -303,8 +320,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, ctx.rest = inputs[:9], inputs[9:]
-        if _plain_call(*tensors):
-            out, lse = _forward(*inputs)
+        if plain_call(*tensors):
+            out, lse = run_forward(*inputs)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = torch.ops.streamattn.attention_forward(*inputs)
@@ -322,8 +339,8 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
         backward: Any = torch.ops.streamattn.attention_backward
-        if not torch.is_grad_enabled() and _plain_call(dout, dlse, q, k, v, attn_mask, *masks):
-            backward = _backward
+        if not torch.is_grad_enabled() and plain_call(dout, dlse, q, k, v, attn_mask, *masks):
+            backward = run_backward
         dq, dk, dv, dmask, dsinks = backward(
             dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
@@ -345,10 +362,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError(
-            "attention is differentiable once; for a second derivative write it with matmul and softmax, "
-            "or take torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
-        )
+        raise NotImplementedError(ONCE)
 
 
 def attention_forward(
@@ -364,12 +378,12 @@ def attention_forward(
     That way through Python kernels costs more than a short call's own work. ``kind`` is `kind_of_call`'s, to
     be told how to serve one more.
     """
-    if not _plain_call(q, k, v, *rest[:6], block_table):
+    if not plain_call(q, k, v, *rest[:6], block_table):
         return torch.ops.streamattn.attention_forward(q, k, v, *rest, block_table=block_table)
-    if _wants_grad(q, k, v, rest[0], rest[5]):
+    if wants_grad(q, k, v, rest[0], rest[5]):
         _check_not_paged(block_table)
         return _Attention.apply(q, k, v, *rest)
-    return _forward(q, k, v, *rest, block_table=block_table, kind=kind)
+    return run_forward(q, k, v, *rest, block_table=block_table, kind=kind)
 
 
 def kind_of_call(
@@ -427,7 +441,7 @@ def kind_of_call(
         for kind in alike:
             if kind.guards.check(q, k, v):
                 return kind
-    if not _plain_call(q, k, v) or q.requires_grad or k.requires_grad or v.requires_grad:
+    if not plain_call(q, k, v) or q.requires_grad or k.requires_grad or v.requires_grad:
         return None
     if q is k or k is v or q is v:  # which guards refuse
         return None
@@ -447,7 +461,7 @@ def kind_of_call(
     return alike[-1]
 
 
-def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
+def plain_call(q: Tensor, *others: Tensor | None) -> bool:
     """Whether a call may skip torch's dispatcher: that would call our implementation and do nothing else.
 
     It does more when compiling, for subclasses, for a tensor whose memory does not hold its values (a lazy
@@ -470,7 +484,8 @@ def _plain_call(q: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def _check_no_tangent(*tensors: Tensor | None) -> None:
+def check_no_tangent(*tensors: Tensor | None) -> None:
+    """Raises for a tensor that carries a forward-mode tangent, which would be lost silently."""
     if forward_ad._current_level < 0:
         return
     for x in tensors:
@@ -488,14 +503,15 @@ def _check_not_paged(block_table: Tensor | None) -> None:
         )
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether one of these tensors is to get a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest):
     attn_mask, sinks = rest[2], rest[7]
-    _check_no_tangent(dout, dlse, q, k, v, attn_mask, sinks)
-    if _wants_grad(dout, dlse, q, k, v, attn_mask, sinks):
+    check_no_tangent(dout, dlse, q, k, v, attn_mask, sinks)
+    if wants_grad(dout, dlse, q, k, v, attn_mask, sinks):
         return _AttentionBackward.apply(dout, dlse, q, k, v, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.attention_backward(dout, dlse, q, k, v, *rest)
@@ -504,8 +520,8 @@ def _backward_autograd(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, 
 def _forward_autograd(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest, block_table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    _check_no_tangent(q, k, v, attn_mask, rest[4])
-    if _wants_grad(q, k, v, attn_mask, rest[4]):
+    check_no_tangent(q, k, v, attn_mask, rest[4])
+    if wants_grad(q, k, v, attn_mask, rest[4]):
         _check_not_paged(block_table)
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
@@ -517,9 +533,9 @@ def _forward_autograd(
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("attention_forward", _forward, _key)
-    _library.impl("attention_backward", _backward, _key)
+    _library.impl("attention_forward", run_forward, _key)
+    _library.impl("attention_backward", run_backward, _key)
 _library.impl("attention_forward", _forward_autograd, "Autograd")
 _library.impl("attention_backward", _backward_autograd, "Autograd")
-torch.library.register_fake("streamattn::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("streamattn::attention_forward", forward_fake, lib=_library)
 torch.library.register_fake("streamattn::attention_backward", _backward_fake, lib=_library)

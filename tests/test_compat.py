@@ -232,7 +232,13 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         return through(q, k, v, **options)
 
+    def spy_packed(qkv: Tensor, **options: Any):
+        seen.append((qkv.untyped_storage().data_ptr(),) * 3)
+        return through_packed(qkv, **options)
+
+    through_packed = compat.packed_attention
     monkeypatch.setattr(compat, "attention", spy)
+    monkeypatch.setattr(compat, "packed_attention", spy_packed)
     return seen
 
 

@@ -42,7 +42,7 @@ def build(make: Build = encoder, training: bool = False) -> Any:
 
 
 def spy_on_attention(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ran, in order, as a list that grows: "stream" for `attention`, "torch" for a layer of torch's."""
+    """What ran, in order, as a list that grows: "stream" for ours, "torch" for a layer of torch's."""
     calls: list[str] = []
 
     def spy(owner: Any, name: str, label: str) -> None:
@@ -55,6 +55,7 @@ def spy_on_attention(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, run)
 
     spy(streamattn.module, "attention", "stream")
+    spy(streamattn.module, "packed_attention", "stream")
     spy(torch, "_transformer_encoder_layer_fwd", "torch")
     spy(torch, "_native_multi_head_attention", "torch")
     spy(torch.nn.functional, "multi_head_attention_forward", "torch")

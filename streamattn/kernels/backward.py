@@ -544,15 +544,15 @@ def attention_backward(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, lse2, delta)``; arguments as in `streamattn.ops`, dout with a unit last stride.
+    """``(dq, dk, dv, lse2, delta)``, in ``grads`` if given; arguments as in `ops`, dout with last stride 1.
 
-    lse2 and delta [B, Hq, Tq rounded up to whole tiles] float32 are the statistics of the rows: lse in base
-    2, and rowsum(dout * out) - dlse.
+    lse2 and delta [B, Hq, Tq rounded up to whole tiles] float32: lse in base 2, rowsum(dout * out) - dlse.
     """
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len, head_dim_v = v.shape[1:]
-    dq, dk, dv = heads_last(q, head_dim), heads_last(k, head_dim), heads_last(v, head_dim_v)
+    dq, dk, dv = grads or (heads_last(q, head_dim), heads_last(k, head_dim), heads_last(v, head_dim_v))
     dq_tile = tile_for("dq", q, v, attn_mask)
     padded = triton.cdiv(q_len, dq_tile.BLOCK_M) * dq_tile.BLOCK_M  # so that no row is tested
     lse2, delta = q.new_empty((2, batch, num_heads, padded), dtype=torch.float32)
@@ -590,7 +590,7 @@ def attention_backward(
             ALIGNED=rows_are_aligned(q, k, v, dout, dk, dv),
         )
 
-    key = call_key((q, k, v, *masks, sinks, dout, dlse, out), *options)
+    key = call_key((q, k, v, *masks, sinks, dout, dlse, out, *(grads or ())), *options)
     pointers = mask_pointers(*masks, seed)
     with device_guard(q):
         dq_pointers = (q, k, v, out, dout, lse, dlse, lse2, delta, dq, *pointers)

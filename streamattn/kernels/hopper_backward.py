@@ -319,14 +319,16 @@ def attention_backward(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of a call that `dispatch.unsupported_backward` lets pass; see `streamattn.ops`.
 
-    ``spans``, ``q_ids`` and ``kv_ids`` are what `segments.key_spans` makes of segments.
+    ``spans``, ``q_ids`` and ``kv_ids`` are what `segments.key_spans` makes of segments. ``grads`` are written
+    if given; they start, and step from row to row, at whole 16 bytes.
     """
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[1:3]
-    dq, dk, dv = (heads_last(x, head_dim) for x in (q, k, v))
+    dq, dk, dv = grads or (heads_last(x, head_dim) for x in (q, k, v))
     window_left, window_right = open_sides(q_len, kv_len, window_left, window_right)
     live_dq = dq
     blind = q_len - kv_len - window_right  # queries too far before the first key; they may hold anything
@@ -436,7 +438,7 @@ def attention_backward(
             num_warps=4,
         )
 
-    tensors = (q, k, v, out, dout, lse, dlse, q_ids, kv_ids, kv_lengths)
+    tensors = (q, k, v, out, dout, lse, dlse, q_ids, kv_ids, kv_lengths, *(grads or ()))
     key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind, deterministic)
     with device_guard(q):
         launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums, turns), prepare_arguments)

@@ -23,6 +23,7 @@ INTERPRETED = [
     "test_launch.py",
     "test_launch_arguments.py",
     "test_mask_gradient.py",
+    "test_packed_gradients.py",
     "test_primitives.py",
     "test_properties.py",
     "test_segments.py",
