@@ -21,6 +21,7 @@ BOOL_MASK = tl.constexpr(pattern.BOOL_MASK)
 # all are visible, and the other edge
 INSIDE = tl.constexpr(1)
 SCAN = tl.constexpr(1024)  # segment ids that are searched at once
+HALF_TF32_BIT = tl.constexpr(0.00034)  # of a float32; from 0.35 to 0.7 of that bit
 
 
 def _jit(rule):
@@ -111,6 +112,45 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
         # the unused limit keeps the compiler from folding the addition back into the product
         return acc + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tf32_parts(x):
+    """(high, low) of a float32 tile, high + low = x: high keeps 11 bits, which TF32 has.
+
+    What is added before the others are cut off is half of the last bit on average, so that low is as often
+    positive as negative, and leaves infinities and NaN what they are. That takes half the instructions of a
+    conversion. low is NaN where x is not finite; see `sum_of_parts`.
+    """
+    high = x + x * HALF_TF32_BIT
+    high = (high.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def dot_add_parts(a, b, acc, low, PRECISION: tl.constexpr):
+    """(acc, low) whose sum has grown by a @ b; both begin as 0 and `sum_of_parts` ends it.
+
+    For float32 inputs in three TF32 products. acc takes that of the high parts, as `dot_add` does it. Those
+    with a low part are summed up in low, on the tensor cores alone: truncation costs nothing there, no sum is
+    waited for, and NaN of infinite inputs has to be looked for only once.
+    """
+    if PRECISION == "tf32x3":
+        a_high, a_low = tf32_parts(a)
+        b_high, b_low = tf32_parts(b)
+        low = tl.dot(a_low, b_high, low, input_precision="tf32")
+        low = tl.dot(a_high, b_low, low, input_precision="tf32")
+        acc += tl.dot(a_high, b_high, input_precision="tf32", max_num_imprecise_acc=32)
+        return acc, low
+    return tl.dot(a, b, acc, input_precision=PRECISION), low
+
+
+@triton.jit
+def sum_of_parts(acc, low, PRECISION: tl.constexpr):
+    """acc + low, and acc where it is infinite: then low may be NaN, of inf - inf or of inf * 0."""
+    if PRECISION == "tf32x3":
+        return tl.where(tl.abs(acc) == float("inf"), acc, acc + low)
+    return acc
 
 
 @triton.jit

@@ -235,14 +235,25 @@ _WIDE_TABLES: dict[tuple[WidePass, int], tuple[WideTile, ...]] = {
         WideTile(64, 64, 64, 4, 3),
         WideTile(32, 32, 64, 4, 3),
     ),
-    ("weights", 4): (WideTile(64, 64, 32, 4, 3), WideTile(32, 32, 64, 4, 3)),
+    ("weights", 4): (
+        WideTile(128, 128, 32, 8, 3),
+        WideTile(128, 64, 32, 8, 3),
+        WideTile(64, 64, 32, 4, 3),
+        WideTile(64, 32, 64, 4, 3),
+        WideTile(32, 32, 64, 4, 3),
+    ),
     ("out", 2): (
         WideTile(128, 64, 256, 8, 3),
         WideTile(128, 64, 128, 8, 3),
         WideTile(64, 64, 128, 4, 3),
         WideTile(32, 32, 64, 4, 2),
     ),
-    ("out", 4): (WideTile(64, 32, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+    ("out", 4): (
+        WideTile(128, 32, 64, 8, 3),
+        WideTile(64, 32, 64, 4, 3),
+        WideTile(64, 32, 32, 4, 3),
+        WideTile(32, 32, 64, 4, 2),
+    ),
     ("partial", 2): (WideTile(32, 64, 64, 4, 3),),
     ("partial", 4): (WideTile(32, 64, 64, 4, 3),),
     ("short", 2): (WideTile(32, 64, 64, 4, 2),),
@@ -252,21 +263,30 @@ _WIDE_TABLES: dict[tuple[WidePass, int], tuple[WideTile, ...]] = {
         WideTile(64, 64, 64, 4, 3),
         WideTile(32, 32, 64, 4, 3),
     ),
-    ("dscores", 4): (WideTile(64, 64, 32, 4, 3), WideTile(32, 32, 64, 4, 3)),
+    ("dscores", 4): (
+        WideTile(128, 64, 32, 8, 3),
+        WideTile(64, 64, 32, 4, 3),
+        WideTile(64, 32, 64, 4, 3),
+        WideTile(32, 32, 64, 4, 3),
+    ),
     ("dq", 2): (
         WideTile(128, 64, 256, 8, 3),
         WideTile(128, 64, 128, 8, 3),
         WideTile(64, 64, 128, 4, 3),
         WideTile(32, 32, 64, 4, 2),
     ),
-    ("dq", 4): (WideTile(64, 32, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+    ("dq", 4): (
+        WideTile(128, 32, 64, 8, 3),
+        WideTile(64, 32, 64, 4, 3),
+        WideTile(32, 32, 64, 4, 2),
+    ),
     ("dkdv", 2): (
         WideTile(64, 128, 256, 8, 3),
         WideTile(64, 128, 128, 8, 3),
         WideTile(64, 64, 128, 4, 3),
         WideTile(32, 32, 64, 4, 2),
     ),
-    ("dkdv", 4): (WideTile(32, 64, 128, 4, 2), WideTile(32, 32, 64, 4, 2)),
+    ("dkdv", 4): (WideTile(32, 64, 64, 4, 3), WideTile(32, 32, 64, 4, 2)),
 }
 _WIDE_INTERPRETED = WideTile(32, 32, 512, 4, 1)
 

@@ -28,6 +28,7 @@ from streamattn.kernels.launch import (
     heads_last,
     launch,
     mask_pointers,
+    starts_early,
     strides,
 )
 from streamattn.kernels.primitives import (
@@ -35,12 +36,13 @@ from streamattn.kernels.primitives import (
     LOG2E,
     NO_MASK,
     UNBOUNDED,
-    dot_add,
+    dot_add_parts,
     keep_tile,
     kv_span,
     kv_span_full,
     load_rows,
     store_rows,
+    sum_of_parts,
     valid_length,
 )
 from streamattn.kernels.wide_launch import (
@@ -115,14 +117,18 @@ def attention_wide_weights_kernel(
     HAS_DROPOUT: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     WHOLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Weights [heads, rows, keys] of a chunk, and their tiles' statistics [heads, tiles of keys, rows].
 
     A tile a program; one that no query may see is not written. The statistics are the maximum of a row's
     scores, the sum of its weights, for lse, and that of its weights as they are stored, for out: so the
-    rounding of a weight that outweighs the others cancels.
+    rounding of a weight that outweighs the others cancels. DEPENDENT where the kernel that reads all this
+    starts before it is there.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     tiles_n = tl.cdiv(kv_len, BLOCK_N)
     tiles_m = tl.cdiv(row_stop - row_start, BLOCK_M)
     pid = tl.program_id(0)
@@ -261,6 +267,7 @@ def attention_wide_out_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq] of a chunk, BLOCK_M rows and BLOCK_D columns a program.
@@ -307,6 +314,8 @@ def attention_wide_out_kernel(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
     norm = l
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     for tile in range(first_tile, last_tile, TILES):
         numbers = tile + tl.arange(0, TILES)
         at = numbers.to(tl.int64)[:, None] * stride_stats_n + local_rows[None, :]  # [TILES, BLOCK_M]
@@ -324,6 +333,7 @@ def attention_wide_out_kernel(
 
     WIDTH: tl.constexpr = HEAD_DIM_V if HEAD_DIM_V % BLOCK_D == 0 else 0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    low = acc
     # loaded a step ahead, for it is no operand of a product and would be waited for
     tile_max = tl.load(tile_max_ptr + first_tile.to(tl.int64) * stride_stats_n + local_rows)
     for n_start in range(first_tile * TILE_N, stop, BLOCK_N):
@@ -340,8 +350,9 @@ def attention_wide_out_kernel(
             v = only_weighted(v, p, 0)
         # exact: by a power of two, or by 1 where a row has but one tile
         p = (p.to(tl.float32) * factor[:, None]).to(v.dtype)
-        acc = dot_add(p, v, acc, PRECISION)
+        acc, low = dot_add_parts(p, v, acc, low, PRECISION)
 
+    acc = sum_of_parts(acc, low, PRECISION)
     denominator = tl.where(norm == 0.0, 1.0, norm)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
@@ -421,6 +432,7 @@ def _by_tiles(
         ) -> tuple[int, dict[str, Any]]:
             shared = call_arguments(shared_tile(tile), q, k, v, *masks, *options)
             own = dict(**at, BLOCK_D=tile.BLOCK_D, WHOLE=tiles_n == 1 and sinks is None)
+            own["DEPENDENT"] = starts_early(q)
             return programs, arguments_of(attention_wide_weights_kernel, shared, **own)
 
         def out_arguments(
@@ -428,7 +440,8 @@ def _by_tiles(
         ) -> tuple[int, dict[str, Any]]:
             shared = call_arguments(shared_tile(reader), q, k, v, *masks, *options)
             own = dict(**at, **strides("out", out), BLOCK_D=reader.BLOCK_D, TILE_N=tile.BLOCK_N)
-            own["HAS_SINKS"] = sinks is not None
+            early = starts_early(q)
+            own.update(HAS_SINKS=sinks is not None, DEPENDENT=early, launch_pdl=early)
             slices = cdiv(head_dim_v, reader.BLOCK_D)
             return slices * programs, arguments_of(attention_wide_out_kernel, shared, **own)
 

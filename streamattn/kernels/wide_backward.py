@@ -31,13 +31,14 @@ from streamattn.kernels.primitives import (
     LOG2E,
     NO_MASK,
     UNBOUNDED,
-    dot_add,
+    dot_add_parts,
     keep_tile,
     kv_span,
     load_rows,
     probabilities,
     q_span,
     store_rows,
+    sum_of_parts,
     valid_length,
 )
 from streamattn.kernels.wide_launch import (
@@ -350,6 +351,7 @@ def attention_wide_dq_kernel(
 
     WIDTH: tl.constexpr = HEAD_DIM if HEAD_DIM % BLOCK_D == 0 else 0
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    low = dq
     for n_start in range(start // TILE_N * TILE_N, stop, BLOCK_N):
         keys = n_start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         ds = tl.load(dscores_ptr + local_rows.to(tl.int64)[:, None] * stride_weights_t + keys[None, :])
@@ -359,7 +361,8 @@ def attention_wide_dq_kernel(
         )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             k = only_weighted(k, ds, 0)
-        dq = dot_add(ds, k, dq, PRECISION)
+        dq, low = dot_add_parts(ds, k, dq, low, PRECISION)
+    dq = sum_of_parts(dq, low, PRECISION)
     store_rows(dq_ptr, dq * scale, rows, cols, stride_dq_t, rows < q_len, HEAD_DIM, False)
 
 
@@ -427,6 +430,7 @@ def attention_wide_dkdv_kernel(
 
     EVEN: tl.constexpr = WIDTH if WIDTH % BLOCK_D == 0 else 0
     dx = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    low = dx
     for g in range(0, group):
         h64 = (kv_head % kv_heads).to(tl.int64) * group + g
         x_head_ptr = x_ptr + b64 * stride_x_b + h64 * stride_x_h
@@ -438,8 +442,8 @@ def attention_wide_dkdv_kernel(
             x = load_rows(x_head_ptr, rows, cols, stride_x_t, rows < q_len, WIDTH, EVEN, False, False)
             if EMPTY_ROWS:
                 x = only_weighted(x, w, 1)
-            dx = dot_add(tl.trans(w), x, dx, PRECISION)
-    dx *= factor
+            dx, low = dot_add_parts(tl.trans(w), x, dx, low, PRECISION)
+    dx = sum_of_parts(dx, low, PRECISION) * factor
     if not FIRST:
         dx += load_rows(dx_ptr, keys, cols, stride_dx_t, keys < kv_len, WIDTH, EVEN, False, False)
     store_rows(dx_ptr, dx, keys, cols, stride_dx_t, keys < kv_len, WIDTH, False)

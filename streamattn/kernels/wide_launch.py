@@ -116,5 +116,5 @@ def shared_tile(tile: WideTile) -> Tile:
 def arguments_of(kernel: Any, shared: dict[str, Any], **own: Any) -> dict[str, Any]:
     """What a kernel takes of the shared arguments, its own ones, and the launch options."""
     merged = shared | own
-    wanted = (*kernel.arg_names, "num_warps", "num_stages")
+    wanted = (*kernel.arg_names, "num_warps", "num_stages", "launch_pdl")
     return {name: merged[name] for name in wanted if name in merged}

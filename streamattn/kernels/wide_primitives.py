@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from streamattn.kernels.primitives import BOOL_MASK, LOG2E, NO_MASK, dot_add, load_rows, tanh, visible
+from streamattn.kernels.primitives import (
+    BOOL_MASK,
+    LOG2E,
+    NO_MASK,
+    dot_add_parts,
+    load_rows,
+    sum_of_parts,
+    tanh,
+    visible,
+)
 
 
 @triton.jit
@@ -31,6 +40,7 @@ def head_products(
     # where no step goes past the head, `load_rows` is told that its columns need no test
     WIDTH: tl.constexpr = HEAD_DIM if HEAD_DIM % BLOCK_D == 0 else 0
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    low = s
     for start in range(first, last, BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
         a = load_rows(
@@ -39,8 +49,8 @@ def head_products(
         b = load_rows(
             b_ptr, keys, cols, stride_b_t, key_mask, HEAD_DIM, WIDTH, False, False
         )  # [BLOCK_N, BLOCK_D]
-        s = dot_add(a, tl.trans(b), s, PRECISION)
-    return s
+        s, low = dot_add_parts(a, tl.trans(b), s, low, PRECISION)
+    return sum_of_parts(s, low, PRECISION)
 
 
 @triton.jit

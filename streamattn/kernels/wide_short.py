@@ -20,6 +20,7 @@ from streamattn.kernels.launch import (
     call_arguments,
     launch,
     mask_pointers,
+    starts_early,
     strides,
 )
 from streamattn.kernels.primitives import (
@@ -27,9 +28,11 @@ from streamattn.kernels.primitives import (
     LOG2E,
     NO_MASK,
     UNBOUNDED,
+    dot_add_parts,
     keep_tile,
     load_rows,
     store_rows,
+    sum_of_parts,
     valid_length,
 )
 from streamattn.kernels.wide_launch import arguments_of, cdiv, multiprocessors, power_of_two, shared_tile
@@ -65,12 +68,15 @@ def attention_wide_partial_kernel(
     PARTS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Products of q and k over PART columns each, float32 [PARTS, heads, rows, BLOCK_N]; a tile a program.
 
-    BLOCK_N holds all keys.
+    BLOCK_N holds all keys. DEPENDENT where the kernel that adds up the parts starts before they are there.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     tiles_m = tl.cdiv(q_len, BLOCK_M)
     pid = tl.program_id(0)
     part, tile_m, head = pid % PARTS, pid // PARTS % tiles_m, pid // (PARTS * tiles_m)
@@ -158,6 +164,7 @@ def attention_wide_short_kernel(
     HAS_DROPOUT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq] from parts of the scores, SLICE columns a program.
@@ -183,6 +190,8 @@ def attention_wide_short_kernel(
 
     local_rows = (head * tiles_m + tile_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     for n in tl.static_range(0, PARTS):  # unrolled, so that all are on their way at once
         s += tl.load(parts_ptr + n * stride_parts + local_rows[:, None] * BLOCK_N + keys[None, :])
     own = rows
@@ -244,7 +253,9 @@ def attention_wide_short_kernel(
         )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             v = only_weighted(v, p, 0)
-        acc = tl.dot(p, v, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc, low = dot_add_parts(p, v, zeros, zeros, PRECISION)
+        acc = sum_of_parts(acc, low, PRECISION)
         store_rows(out_ptr, acc / denominator[:, None], rows, cols, stride_out_t, row_mask, HEAD_DIM_V, False)
 
 
@@ -299,7 +310,7 @@ def forward_by_parts(
 
     def partial_arguments() -> tuple[int, dict[str, Any]]:
         shared = call_arguments(shared_tile(partial), q, k, v, *masks, *options)
-        own = dict(**blocks, BLOCK_D=partial.BLOCK_D, PART=part)
+        own = dict(**blocks, BLOCK_D=partial.BLOCK_D, PART=part, DEPENDENT=starts_early(q))
         return parts * tiles_m * heads, arguments_of(attention_wide_partial_kernel, shared, **own)
 
     def short_arguments() -> tuple[int, dict[str, Any]]:
@@ -308,7 +319,8 @@ def forward_by_parts(
         programs = min(steps, max(1, multiprocessors(q) // (tiles_m * heads)))
         width = cdiv(steps, programs) * short.BLOCK_D
         own = dict(**blocks, **strides("out", out), BLOCK_D=short.BLOCK_D, SLICE=width)
-        own["HAS_SINKS"] = sinks is not None
+        early = starts_early(q)
+        own.update(HAS_SINKS=sinks is not None, DEPENDENT=early, launch_pdl=early)
         slices = cdiv(v.shape[3], width)
         return slices * tiles_m * heads, arguments_of(attention_wide_short_kernel, shared, **own)
 

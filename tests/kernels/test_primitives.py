@@ -58,6 +58,14 @@ def tanh_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def tf32_parts_kernel(high_ptr, low_ptr, x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    high, low = primitives.tf32_parts(tl.load(x_ptr + at))
+    tl.store(high_ptr + at, high)
+    tl.store(low_ptr + at, low)
+
+
+@triton.jit
 def segment_kernel(out_ptr, ids_ptr, stride, low, high, start, stop, SCAN: tl.constexpr):
     first, last = primitives.segment_span(ids_ptr, stride, low, high, start, stop, SCAN)
     tl.store(out_ptr, first)
@@ -106,6 +114,31 @@ def test_tanh_is_exact_to_float32():
     want = torch.tanh(x.double())
     error = (out.double() - want).abs() / want.abs().clamp_min(1e-38)
     assert float(error.max()) < 4e-7
+
+
+def tf32_parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high, low = torch.empty_like(x), torch.empty_like(x)
+    tf32_parts_kernel[(1,)](high, low, x, BLOCK=x.numel())
+    return high, low
+
+
+def test_tf32_parts_lose_nothing_and_leave_as_much_above_as_below():
+    x = torch.randn(8192, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-20, 20, 8192)
+    high, low = tf32_parts(x)
+    assert not (high.view(torch.int32) & 8191).any()
+    assert torch.equal(high.double() + low.double(), x.double())
+    last_bit = 2.0 ** (x.double().abs().log2().floor() - 10)
+    rest = low.double() * x.sign() / last_bit  # of the last bit of high
+    assert float(rest.abs().max()) < 0.75
+    assert abs(float(rest.mean())) < 0.02
+
+
+def test_tf32_parts_of_what_is_not_finite():
+    all_ones = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, all_ones])
+    high, low = tf32_parts(x)
+    torch.testing.assert_close(high, x, equal_nan=True)
+    assert low.isnan().all()
 
 
 @pytest.mark.parametrize("scan", [4, 16])

@@ -95,6 +95,26 @@ def test_a_weight_that_outweighs_the_others_is_not_rounded():
     )
 
 
+@pytest.mark.parametrize("kv_len", [9, 70])
+def test_infinite_inputs_give_what_plain_products_give(kv_len):
+    """Each float32 is split in two, of which the lesser of an infinity is NaN and that of 1 is 0."""
+    case = Case(batch=1, q_heads=1, kv_heads=1, q_len=16, kv_len=kv_len, head_dim=264)
+    with torch.no_grad():
+        inputs = case.build()
+        q, k, v = inputs.q.clone(), inputs.k.clone(), inputs.v.clone()
+        q[..., 3] = -1.0
+        k[0, 0, 5, 3] = torch.inf  # a score of -inf, so that this key weighs nothing
+        v[0, 0, 2, 9] = torch.inf
+        v[0, 0, 3, 10] = torch.nan
+        v[0, 0, 4:7, 11] = torch.tensor([torch.inf, 1.0, -torch.inf])
+        v[0, 0, 7, 12] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # another NaN
+        got = attention(q, k, v, backend="wide")
+        want = (q @ k.mT * 264**-0.5).softmax(-1) @ v
+    assert want.isinf().any()
+    assert want[..., :9].isfinite().all()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
 def test_cutting_queries_and_heads_changes_nothing(monkeypatch):
     """One head at a time, and one tile of queries at a time, whose dk and dv are summed up."""
     case = Case(batch=2, q_heads=2, kv_heads=1, q_len=35, kv_len=65, head_dim=260, causal=True)
@@ -190,7 +210,10 @@ def test_a_trained_mask_gets_its_gradient(mask):
 
 @pytest.mark.parametrize("name", ["two sides", "top", "lengths"])
 def test_tiles_that_no_query_can_see_are_not_visited(name, use_wide_tile, products):
-    """Where the columns fit one step: two products forward and five backward, none of them made twice."""
+    """Where the columns fit one step: two products forward and five backward, none of them made twice.
+
+    In float16, for each of float32's is made in three steps.
+    """
     use_wide_tile(32, 32, 512)
     sizes: dict[str, Any] = {
         "batch": 1,
@@ -201,7 +224,7 @@ def test_tiles_that_no_query_can_see_are_not_visited(name, use_wide_tile, produc
         "head_dim": 257,
     }
     top = {"causal": True, "q_len": 100, "kv_len": 70}
-    inputs = Case(**sizes | (top if name == "top" else LIMITED[name])).build()
+    inputs = Case(**sizes | (top if name == "top" else LIMITED[name])).build(torch.float16)
     if name == "lengths":
         inputs.options["kv_lengths"] = torch.tensor([40, 96])
     out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="wide")

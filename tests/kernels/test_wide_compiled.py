@@ -23,6 +23,7 @@ SHAPES = {  # batch, heads, tokens, head_dim
     "many tokens": (4, 4, 4096, 512),
     "one head": (1, 1, 4096, 512),
     "some tokens": (1, 4, 256, 2048),
+    "hundreds of tokens": (1, 4, 512, 512),
     "few tokens": (1, 4, 16, 8192),
     "ragged": (1, 4, 300, 257),
 }
@@ -50,6 +51,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
         for module in (wide, wide_short, wide_backward):
             monkeypatch.setattr(module, "launch", keep)
+        for module in (wide, wide_short):
+            monkeypatch.setattr(module, "starts_early", lambda x: arch == "sm_90")
         launch_all(dtype, *SHAPES[shape], **options)
         return dict(seen)
 
@@ -111,6 +114,41 @@ def test_few_tokens_fill_the_gpu_in_two_launches(launches: Launches, tmp_path):
         assert binary.spills == 0, (name, binary)
         assert binary.products, name
         assert all(product.endswith(".TF32") for product in binary.products), (name, binary.products)
+
+
+def test_hundreds_of_float32_tokens_fill_the_gpu_and_spill_nothing(launches: Launches, tmp_path):
+    found = launches("sm_90", torch.float32, "hundreds of tokens")
+    for name in ("weights", "out"):
+        launch, programs = found[name]
+        binary = compiled(launch, "sm_90", tmp_path)
+        assert programs == 128, name
+        assert binary.spills == 0, (name, binary)
+        assert binary.instructions["HGMMA"] > 0, (name, binary.products)
+        assert all(product.endswith(".TF32") for product in binary.products), (name, binary.products)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "second"),
+    [
+        ("few tokens", "partial", "short"),
+        ("hundreds of tokens", "weights", "out"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_second_kernel_starts_early_and_waits_before_it_reads(
+    launches: Launches, arch, shape, first, second, tmp_path
+):
+    """The first kernel says when it may start: the machine code's PREEXIT; the wait is its ACQBULK."""
+    early = int(arch == "sm_90")
+    found = launches(arch, torch.float32, shape)
+    for name in (first, second):
+        launch, _ = found[name]
+        binary = compiled(launch, arch, tmp_path)
+        assert bool(launch.arguments.get("launch_pdl")) is (name == second and arch == "sm_90")
+        assert binary.instructions["PREEXIT"] == early * (name == first)
+        assert binary.instructions["ACQBULK"] == early * (name == second)
+        if early and name == second:
+            assert not {"LDG", "STG", "LDGSTS"} & set(binary.before_wait), binary.before_wait
 
 
 CALLS: dict[str, dict[str, Any]] = {
