@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 from argparse import ArgumentTypeError
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from streamattn import cli
-from streamattn.bench import decode_layer, runner
+from streamattn.bench import decode_layer
 from streamattn.bench.arguments import positive, writable
 
 
@@ -79,31 +78,8 @@ def test_numbers_of_one_and_more_are_taken() -> None:
     assert [positive("1"), positive("16384")] == [1, 16384]
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "argv"),
-    [(runner, ["--device", "cpu", "--cases", "cpu"]), (decode_layer, ["--keys", "8", "--layers", "1"])],
-    ids=["kernel", "decode-layer"],
-)
-def test_an_older_file_stays_until_something_was_measured(
-    benchmark: ModuleType, argv: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text("older\n")
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", interrupted)
-    monkeypatch.setattr(decode_layer, "medians", interrupted)
-    monkeypatch.setattr(decode_layer.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.main(["--csv", str(path), *argv])
-    assert path.read_text() == "older\n"
-
-
 def test_an_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text("older\n")
     turns = iter([[3.0, 2.0, 1.0]])
 
     def medians(*args: object) -> list[float]:

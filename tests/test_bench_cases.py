@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from streamattn.bench.cases import SETS, Case, Sweep
+from streamattn.bench.cases import SETS, Case, Sweep, precision, shrunk
+from streamattn.bench.providers import eager
 from tests.oracle import visible_pairs
 
-SWEEP = Sweep(head_dims=(64, 128), seq_lens=(512, 32768), tokens=16384, hidden=2048, dtype="float16")
+SWEEP = Sweep("float16")
 SMALL = Case("sweep", "float32", 2, 4, 2, 48, 16, True)
 
 
@@ -40,10 +42,50 @@ def test_pairs_are_those_that_can_be_seen(case: Case) -> None:
     assert case.pairs() == pairs
     assert case.flops("forward") == 4 * 2 * 4 * 16 * pairs
     assert case.flops("backward") == 2.5 * case.flops("forward")
+    assert case.flops("both") == case.flops("forward") + case.flops("backward")
+
+
+def test_operations_are_those_that_pytorch_counts() -> None:
+    """Of attention as it is written down, whose backward computes no scores again."""
+    case = replace(SMALL, causal=False, num_kv_heads=4)
+    q, k, v, dout = case.tensors(torch.device("cpu"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with FlopCounterMode(display=False) as forward:
+        out = eager(case, *leaves)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(out, leaves, dout)
+    assert forward.get_total_flops() == case.flops("forward")
+    assert backward.get_total_flops() == case.flops("backward") * 4 / 5
+
+
+def test_bytes_are_those_of_all_tensors_once() -> None:
+    q, k, v, dout = (x.nbytes for x in SMALL.tensors(torch.device("cpu")))
+    assert SMALL.moved("forward") == q + k + v + dout
+    assert SMALL.moved("backward") == 2 * (q + k + v + dout)
+    assert SMALL.moved("both") == 3 * (q + k + v + dout)
+
+
+def test_what_is_shrunk_is_of_the_same_kind() -> None:
+    for make in SETS.values():
+        for case in make(SWEEP):
+            small = shrunk(case)
+            assert small.batch * small.num_heads <= 8
+            assert small.seq_len <= 256
+            assert (small.num_heads > small.num_kv_heads) == (case.num_heads > case.num_kv_heads)
+            assert (small.causal, small.plain) == (case.causal, case.plain)
+            assert (small.case, small.dtype, small.head_dim) == (case.case, case.dtype, case.head_dim)
+
+
+def test_tf32_is_allowed_in_its_own_cases_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    for dtype, wanted in (("tf32", "high"), ("float32", "highest")):
+        with precision(dtype):
+            assert torch.get_float32_matmul_precision() == wanted
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_the_sweep_keeps_tokens_and_hidden_size() -> None:
-    cases = SETS["sweep"](SWEEP)
+    cases = SETS["sweep"](replace(SWEEP, head_dims=(64, 128), seq_lens=(512, 32768)))
     shapes = [(case.head_dim, case.causal, case.batch, case.seq_len, case.num_heads) for case in cases]
     assert shapes == [
         (head_dim, causal, batch, seq_len, heads)
@@ -91,6 +133,8 @@ def test_one_head_from_short_to_long() -> None:
     assert sorted({case.seq_len for case in cases}) == [2**power for power in range(7, 17)]
     assert {case.head_dim for case in cases} == {16, 32, 64, 128}
     assert {case.dtype for case in cases} == {SWEEP.dtype}
+    few = SETS["single"](replace(SWEEP, head_dims=(32,), seq_lens=(64, 96)))
+    assert [(case.head_dim, case.seq_len) for case in few] == [(32, 64), (32, 96)]
     headless = SETS["headless"](SWEEP)
     assert {(case.batch, case.num_heads) for case in headless} == {(8, 1)}
     assert sorted({case.seq_len for case in headless}) == [2**power for power in range(8, 15)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from streamattn import attention, cli
+from streamattn.bench import precision
 from streamattn.bench.precision import attention_errors, autocast_dtypes, errors_of, sums
 from tests.test_bench_models import on_the_cpu  # noqa: F401
 
@@ -48,6 +49,18 @@ def test_errors_of_attention_grow_with_the_dtype_and_show_what_is_wrong() -> Non
     assert max(max(errors) for errors in right.values()) < 1e-12
     wrong = errors_of(lambda q, k, v: attention(q, k, v, backend="reference"), inputs)
     assert min(min(errors) for errors in wrong.values()) > 0.1
+
+
+def test_tf32_is_allowed_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noting(function, inputs):
+        seen.append(torch.get_float32_matmul_precision())
+        return errors_of(function, inputs)
+
+    monkeypatch.setattr(precision, "errors_of", noting)
+    attention_errors("cpu", ["float32", "tf32"], [8], heads=1, head_dim=8)
+    assert seen == ["highest"] * 2 + ["high"] * 2
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,18 @@ from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from streamattn import attention
+from streamattn.bench import providers
 from streamattn.bench.cases import Case
 from streamattn.bench.gate import Gate
 from streamattn.bench.providers import PROVIDERS, Unsupported, find
+from streamattn.dispatch import Backend
 
 CPU = torch.device("cpu")
 CASE = Case("sweep", "float32", 2, 4, 2, 64, 16, True)
@@ -132,6 +135,41 @@ def test_xformers_is_called_rightly(case: Case, monkeypatch: pytest.MonkeyPatch)
         judge("xformers", case)
 
 
+@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.label)
+def test_cupy_is_called_rightly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its sister numpy, which shares the names and lives on the CPU."""
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    if not case.plain or case.num_heads != case.num_kv_heads:
+        with pytest.raises(Unsupported, match="not asked for"):
+            judge("cupy", case)
+        return
+    judge("cupy", case)
+    judge("cupy", replace(case, causal=not case.causal, dtype="float16"))
+    with pytest.raises(Unsupported, match="no bfloat16"):
+        judge("cupy", replace(case, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(("name", "backend"), [("streamattn", "sdpa"), ("sdpa_default", "flash_attention")])
+def test_what_serves_a_call_is_told(name: str, backend: str) -> None:
+    provider = PROVIDERS[name]()
+    assert provider.backend is not None
+    q, k, v, _ = CASE.tensors(CPU)
+    assert {provider.backend(CASE, q, k, v, backward) for backward in (False, True)} == {backend}
+    if name == "streamattn":
+        assert provider.backend(replace(CASE, dropout_p=0.1), q, k, v, False) == "reference"
+
+
+def test_a_forward_for_hopper_may_have_another_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "choose", lambda *arguments: Backend.HOPPER)
+    served = PROVIDERS["streamattn"]().backend
+    assert served is not None
+    for head_dim, backward in ((128, "hopper"), (256, "triton")):
+        case = replace(CASE, head_dim=head_dim)
+        q, k, v, _ = case.tensors(CPU)
+        assert served(case, q, k, v, False) == "hopper"
+        assert served(case, q, k, v, True) == backward
+
+
 def test_eager_is_right_in_half_precision_and_compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[int] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -162,9 +200,9 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "flash_attn_interface", "fa3_fwd_interface", "flash_attn", "xformers")
+    hide(monkeypatch, "flash_attn_interface", "fa3_fwd_interface", "flash_attn", "xformers", "cupy")
     found, absent = find(list(PROVIDERS))
-    assert set(absent) == {"fa3", "fa4", "xformers"}
+    assert set(absent) == {"fa3", "fa4", "xformers", "cupy"}
     assert set(found) == set(PROVIDERS) - set(absent)
     assert (
         absent["fa3"] == "no module flash_attn_interface or fa3_fwd_interface; pip install fa3-fwd brings it"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 
 from streamattn import cli
+from streamattn.bench import report as module
+from streamattn.bench.report import draw
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "docs" / "measurements" / "attention_h200.csv"
@@ -38,14 +40,16 @@ def test_one_page_of_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name, text in (("models", MODELS), ("memory", MEMORY), ("comm", COMM)):
         files.append(tmp_path / f"{name}.csv")
         files[-1].write_text(text)
-    files.append(Path(shutil.copy(KERNELS, tmp_path / "kernels.csv")))
+    files.append(tmp_path / "kernels.csv")
+    kernels = pandas.read_csv(KERNELS)
+    kernels[(kernels["head_dim"] == 64) & kernels["causal"]].to_csv(files[-1], index=False)
     out = tmp_path / "out"
-    assert report("--out", str(out), *map(str, files), "--peak", "786", "--bandwidth", "3020") == 0
+    assert report("--out", str(out), *map(str, files)) == 0
     assert capsys.readouterr().out.strip() == str(out / "report.md")
     page = (out / "report.md").read_text()
     assert re.findall(r"^## (.+)$", page, re.MULTILINE) == ["models", "memory", "comm", "kernels"]
     pictures = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert len(pictures) == 3 + 8 + 1
+    assert len(pictures) == 3 + 2 * 2
     for name in pictures:
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "| 256 | eager | out of memory |  |" in page
@@ -60,8 +64,29 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     for file, why in ((tmp_path / "none.csv", "can't read"), (empty, "has no row")):
         with pytest.raises(SystemExit, match=why):
             report("--out", str(tmp_path / "o"), str(file))
-    with pytest.raises(SystemExit):
-        report("--out", str(tmp_path / "o"), str(empty), "--peak", "7")
+
+
+def test_a_roofline_is_drawn_where_the_machine_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = dict(
+        case="single", dtype="tf32", head_dim=64, causal=True, part="both", timer="graph", provider="a"
+    )
+    rows = [row | dict(seq_len=n, flop_per_byte=n / 4, tflops=n / 100, gb_s=40.0) for n in (128, 256)]
+    frame = pandas.DataFrame(rows).assign(peak_share=0.1, copy_share=0.2, peak_mib=1.5)
+    path = tmp_path / "x.csv"
+    frame.to_csv(path)
+    drawn = [Path(each).name for each in draw(str(path), str(tmp_path / "new" / "folder"))]
+    stem = "x-single-both-graph-tf32"
+    assert drawn == [f"{stem}-64-causal.png", f"{stem}-64-causal-memory.png", f"{stem}-roofline.png"]
+
+
+def test_without_files_it_shows_those_that_are_checked_in(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "draw", lambda file, folder: [])
+        assert report("--out", str(tmp_path)) == 0
+    sections = re.findall(r"^## (.+)$", (tmp_path / "report.md").read_text(), re.MULTILINE)
+    assert sections == sorted(path.stem for path in (ROOT / "docs" / "measurements").glob("*.csv"))
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,262 +1,28 @@
-"""A run: who is stopped, what is written and when, with clocks that are given."""
+"""The command: which cases run with whom, what is written and when, and what it refuses."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from streamattn import attention, cli
+from streamattn import cli
 from streamattn.bench import runner
 from streamattn.bench.cases import SETS, Case, Sweep
-from streamattn.bench.providers import PROVIDERS, Call, Provider, Unsupported
-from streamattn.bench.results import Machine, csv_file
-from streamattn.bench.runner import Plan, run, worth_compiling
+from streamattn.bench.contest import Plan, measure
+from streamattn.bench.providers import PROVIDERS
+from streamattn.bench.resume import Died, stamp
+from streamattn.bench.runner import cases_of, parse, worth_compiling
 from streamattn.bench.tables import Row
 
-CPU = torch.device("cpu")
-CASE = Case("sweep", "float32", 2, 4, 2, 32, 16, True)
-FULL = replace(CASE, causal=False)
-MACHINE = Machine("Imagined GPU", "1.2", "2.11", "3.6")
-SPEEDS = {"ours": 1.0, "slow": 4.0, "fast": 2.0}
-
-
-def provider(time: float, ours: bool = False, change: Callable[[Tensor], Tensor] | None = None) -> Provider:
-    """Attention whose clock shows ``time`` milliseconds, four times that for the backward."""
-
-    @contextmanager
-    def around():
-        clock.append(time)
-        yield
-        clock.pop()
-
-    def bind(case: Case, device: torch.device) -> Call:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attention(q, k, v, causal=case.causal)
-            return out if change is None else change(out)
-
-        return call
-
-    return Provider(bind, "version 1", ours, around)
-
-
-clock: list[float] = []
-
-
-def timer(factor: float, turns: list[str] | None = None):
-    """Gives the entered provider's time, the second turn 1.5 times as long."""
-
-    def prepare(work, repeats: int):
-        found = work()
-        time = clock[-1] * factor * (1.0 if found is None else 4.0)
-        slower = iter([1.0, 1.5])
-
-        def measure() -> float:
-            assert clock, "measured where its provider is entered"
-            if turns is not None:
-                turns.append(str(clock[-1]))
-            return time * next(slower)
-
-        return measure
-
-    return prepare
-
-
-def plan(*passes: str, timers=None) -> Plan:
-    return Plan(passes, timers or {"events": timer(1.0)}, 3, 2, CPU)
-
-
-def run_all(cases: list[Case], providers: dict[str, Provider], wanted: Plan) -> tuple[list[Row], dict, list]:
-    messages: list[str] = []
-    rows, stopped = run(
-        cases, providers, lambda name, case: True, wanted, MACHINE, lambda row: None, messages.append
-    )
-    return rows, stopped, messages
-
-
-OTHERS = {"ours": provider(1.0, ours=True), "slow": provider(4.0), "fast": provider(2.0)}
-
-
-def test_rows_have_times_speeds_and_ratios_to_the_best_peer() -> None:
-    timers = {"events": timer(1.0), "graph": timer(0.5)}
-    rows, stopped, _ = run_all([CASE], OTHERS, plan("forward", "backward", timers=timers))
-    assert stopped == {}
-    assert [row.provider for row in rows] == list(OTHERS)
-    for row in rows:
-        time = SPEEDS[row.provider]
-        assert (row.forward_ms, row.backward_ms) == (time, 4 * time)
-        assert (row.forward_graph_ms, row.backward_graph_ms) == (time / 2, 2 * time)
-        for name, ms in (("forward", time), ("forward_graph", time / 2)):
-            assert getattr(row, f"{name}_tflops") == round(CASE.flops("forward") / ms / 1e9, 4)
-            assert getattr(row, f"{name}_to_best") == 2.0 / time
-        assert row.backward_to_best == 2.0 / time
-        assert row.spread == 0.5
-        assert (row.device, row.driver, row.torch, row.triton) == ("Imagined GPU", "1.2", "2.11", "3.6")
-        assert (row.case, row.causal, row.num_kv_heads, row.status) == ("sweep", True, 2, "ok")
-
-
-def test_providers_take_turns_the_second_time_the_other_way_around() -> None:
-    turns: list[str] = []
-    run_all([CASE], OTHERS, plan("forward", timers={"events": timer(1.0, turns)}))
-    assert turns == ["1.0", "4.0", "2.0", "2.0", "4.0", "1.0"]
-
-
-def test_what_was_not_asked_for_stays_empty() -> None:
-    rows, _, _ = run_all([CASE], OTHERS, plan("forward"))
-    assert all(row.backward_ms is row.forward_graph_ms is row.backward_to_best is None for row in rows)
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_wrong_provider_is_stopped_and_not_timed(ours: bool) -> None:
-    providers = OTHERS | {"wrong": provider(0.1, ours, change=lambda out: out * 1.1)}
-    rows, stopped, messages = run_all([CASE, FULL], providers, plan("forward"))
-    (bad,) = [row for row in rows if row.provider == "wrong"]
-    assert bad.causal, "it isn't asked again"
-    assert bad.forward_ms is bad.forward_tflops is None
-    assert bad.status.startswith("wrong: forward: out is off by 1.0e-01")
-    assert list(stopped) == ["wrong"]
-    assert "causal, S 32, D 16: forward: out is off by" in stopped["wrong"]
-    assert messages == [f"wrong is stopped: {stopped['wrong']}"]
-    assert [row.forward_to_best for row in rows if row.provider == "ours"] == [2.0, 2.0]
-
-
-def failing(ours: bool, error: Exception) -> Provider:
-    def bind(case: Case, device: torch.device) -> Call:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            raise error
-
-        return call
-
-    return Provider(bind, "version 2", ours)
-
-
-def test_what_a_peer_cannot_do_is_noted_and_ours_is_an_error() -> None:
-    def bind(case: Case, device: torch.device) -> Call:
-        raise Unsupported("it has no heads")
-
-    def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.requires_grad:
-            raise RuntimeError("no backward\nin this build")
-        return attention(q, k, v, causal=True)
-
-    providers = {
-        "broken": failing(False, RuntimeError("bad\nluck")),
-        "full": failing(True, torch.OutOfMemoryError("no room")),
-        "unable": Provider(bind, "version 3"),
-        "half": replace(provider(3.0), bind=lambda case, device: forward_only),
-        "ours": failing(True, ValueError("lost")),
-    }
-    rows, stopped, _ = run_all([CASE], providers, plan("forward", "backward"))
-    status = {row.provider: row.status for row in rows}
-    assert status == {
-        "broken": "forward: RuntimeError: bad; backward: RuntimeError: bad",
-        "full": "forward: out of memory; backward: out of memory",
-        "unable": "unsupported: it has no heads",
-        "half": "backward: RuntimeError: no backward",
-        "ours": "wrong: forward fails: ValueError: lost",
-    }
-    assert list(stopped) == ["ours"]
-    (half,) = [row for row in rows if row.provider == "half"]
-    assert (half.forward_ms, half.backward_ms, half.forward_to_best) == (3.0, None, 1.0)
-
-
-def test_a_killed_run_keeps_the_cases_that_ended(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-
-    def cases():
-        yield CASE
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), csv_file(str(path), Row) as write:
-        run(cases(), OTHERS, lambda name, case: True, plan("forward"), MACHINE, write, print)
-    assert [row["provider"] for row in csv.DictReader(path.open())] == list(OTHERS)
-
-
-def test_flex_takes_part_where_it_is_worth_its_compiling() -> None:
-    sweep = Sweep((64, 128, 256), (512, 4096), 16384, 2048, "bfloat16")
-    cases = [case for make in SETS.values() for case in make(sweep)]
-    found = [case for case in cases if worth_compiling(case, longest=4096)]
-    assert len(found) <= 8
-    assert {case.case for case in found} == {"sweep", "gpt2", "window", "documents"}
-    assert {(case.head_dim, case.seq_len) for case in found if case.case == "sweep"} == {(128, 4096)}
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path = tmp_path / "x.csv"
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "kernel", "--csv", str(path)])
-    assert str(stop.value) == (
-        "streamattn bench kernel: needs a CUDA device, and none is visible; --device cpu measures the CPU"
-    )
-    assert not path.exists()
-
-
-def test_the_cpu_is_measured_beside_pytorch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the host's clock; what needs a GPU is noted, and the sum of both passes is compared."""
-    monkeypatch.setitem(runner.SETS, "cpu", lambda sweep: [replace(CASE, case="cpu", num_kv_heads=4)])
-    path = tmp_path / "x.csv"
-    argv = ["bench", "kernel", "--device", "cpu", "--cases", "cpu", "--passes", "forward", "backward"]
-    argv += ["--providers", "streamattn", "streamattn-portable", "sdpa_flash", "--csv", str(path)]
-    assert cli.main(argv) == 0
-    ours, portable, peer = csv.DictReader(path.open())
-    assert ours["device"] == peer["device"] == "CPU"
-    assert "NVIDIA GPU" in portable["status"]
-    assert portable["forward_ms"] == ours["peak_mib"] == ""
-    total, best = (float(row["forward_ms"]) + float(row["backward_ms"]) for row in (ours, peer))
-    shown = capsys.readouterr().out
-    assert "forward + backward, ms" in shown
-    assert f"{total / best:.3f}" in shown
-
-
-def test_there_are_no_graphs_on_the_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    with pytest.raises(SystemExit, match="--timer graph needs a CUDA device"):
-        cli.main(["bench", "kernel", "--device", "cpu", "--timer", "events", "graph", "--csv", str(path)])
-    assert not path.exists()
-
-
-def test_the_set_of_the_cpu_is_asked_for_by_name() -> None:
-    assert runner.parse(["--csv", "x.csv"]).cases == [
-        name for name in SETS if name not in ("cpu", "single", "headless")
-    ]
-
-
-def test_who_holds_all_scores_is_asked_for_by_name() -> None:
-    left = set(PROVIDERS) - set(runner.parse(["--csv", "x.csv"]).providers)
-    assert left == {"eager", "eager_compiled"}
-
-
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> dict[str, Provider]:
-    """The command with a GPU that is none: tensors on the CPU, clocks that are given."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(runner, "DEVICE", CPU)
-    monkeypatch.setattr(runner, "this_machine", lambda: MACHINE)
-    monkeypatch.setattr(runner, "ask_driver", lambda what: lambda seconds: "1755")
-    monkeypatch.setattr(runner, "peak_mib", lambda work: 12.5)
-    for name in ("events", "graph"):
-        monkeypatch.setitem(runner.TIMERS, name, timer(1.0))
-    providers = {"streamattn": provider(1.0, ours=True), "sdpa_flash": provider(2.0)}
-    monkeypatch.setattr(
-        runner,
-        "find",
-        lambda names: (providers, {name: "not installed" for name in names if name not in providers}),
-    )
-    return providers
-
-
-SHORT = [
+SMALL = [
+    "--cases",
+    "sweep",
     "--seq-lens",
     "16",
     "32",
@@ -266,44 +32,221 @@ SHORT = [
     "64",
     "--hidden",
     "32",
-    "--dtype",
-    "float32",
 ]
+TWO = ["--providers", "streamattn", "sdpa_flash"]
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class Processes:
+    """In place of processes: the cases that were asked for, and rows with the time that is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[Case] = []
+        self.status: dict[str, str] = {}
+        self.fails: BaseException | None = None
+        monkeypatch.setattr(runner, "apart", self.apart)
+
+    def apart(self, function: Any, *arguments: Any) -> Any:
+        if function is not measure:
+            return function(*arguments)
+        case, names, plan = arguments
+        self.ran.append(case)
+        if self.fails is not None:
+            raise self.fails
+        return [self.row(case, name, part, timer) for name, part, timer in product_of(names, plan)]
+
+    def row(self, case: Case, name: str, part: str, timer: str) -> Row:
+        figures: dict[str, Any] = dict(median_ms=2.0, tflops=20.0, speedup=1.25, flop_per_byte=3.0)
+        status = self.status.get(name, "ok")
+        on: dict[str, Any] = asdict(stamp("cpu")) | asdict(case)
+        return Row(**on, provider=name, part=part, timer=timer, status=status, **figures)
+
+
+def product_of(names: Sequence[str], plan: Plan) -> list[tuple[str, str, str]]:
+    return [(name, part, timer) for name in names for part in plan.passes for timer in plan.timers]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    return Processes(monkeypatch)
+
+
+def kernel(path: Path, *arguments: str) -> int:
+    return cli.main(["bench", "kernel", "--csv", str(path), *arguments])
 
 
 def test_the_command_writes_and_shows(
-    pretended: dict[str, Provider], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.csv"
-    argv = ["bench", "kernel", "--csv", str(path), "--cases", "sweep", *SHORT]
-    assert cli.main([*argv, "--passes", "forward", "backward", "--timer", "events", "graph"]) == 0
+    assert kernel(path, *SMALL, "--passes", "forward", "both", "--dtypes", "float32", "tf32") == 0
     rows = list(csv.DictReader(path.open()))
-    assert [(row["seq_len"], row["batch"], row["causal"], row["provider"]) for row in rows] == [
-        (seq_len, batch, causal, name)
+    present = [name for name in runner.PEERS if name in runner.find(list(runner.PEERS))[0] and name != "flex"]
+    assert [(row["dtype"], row["causal"], row["seq_len"], row["provider"], row["part"]) for row in rows] == [
+        (dtype, causal, seq_len, name, part)
+        for dtype in ("float32", "tf32")
         for causal in ("False", "True")
-        for seq_len, batch in (("16", "4"), ("32", "2"))
-        for name in pretended
+        for seq_len in ("16", "32")
+        for name in present
+        for part in ("forward", "both")
     ]
-    for row in rows:
-        assert (row["sm_mhz"], row["peak_mib"], row["window"]) == ("1755", "12.5", "")
-        assert float(row["backward_graph_to_best"]) == (2.0 if row["provider"] == "streamattn" else 1.0)
-    shown = capsys.readouterr()
-    for name in runner.PEERS:
-        assert name in shown.out
-    assert "absent: not installed" in shown.out
-    assert "to best" in shown.out
-    assert "2.000" in shown.out, "the geometric mean"
+    shown = capsys.readouterr().out
+    for word in (*runner.PEERS, "both, tf32, TFLOP/s", "speedup", "1.250"):
+        assert word in shown
 
 
-def test_the_exit_status_tells_of_a_wrong_provider(
-    pretended: dict[str, Provider], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_goes_on_where_it_stopped(
+    processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretended["sdpa_flash"] = provider(2.0, change=lambda out: out + 1.0)
-    argv = ["bench", "kernel", "--csv", str(tmp_path / "x.csv"), "--cases", "sweep", *SHORT]
-    assert cli.main(argv) == 1
-    assert (
-        "sdpa_flash was stopped: sweep, full, S 16, D 16: forward: out is off by" in capsys.readouterr().err
+    path = tmp_path / "x.csv"
+    assert kernel(path, *SMALL, *TWO) == 0
+    assert len(processes.ran) == 4
+    assert kernel(path, *SMALL, *TWO) == 0
+    assert len(processes.ran) == 4
+    assert "every case is in the file already" in capsys.readouterr().out
+    assert kernel(path, *SMALL, *TWO, "--passes", "forward", "both") == 0
+    assert len(processes.ran) == 8, "another pass is another row"
+    assert kernel(path, *SMALL, *TWO, "eager") == 0
+    assert len(processes.ran) == 12, "a row's contestants are of one run"
+
+
+def test_an_interrupted_run_keeps_the_cases_that_ended(processes: Processes, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    run = processes.apart
+
+    def interrupted(function: Any, *arguments: Any) -> Any:
+        if len(processes.ran) == 2:
+            raise KeyboardInterrupt
+        return run(function, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "apart", interrupted)
+        assert kernel(path, *SMALL, *TWO) == 130
+    assert len(list(csv.DictReader(path.open()))) == 2 * 2
+    assert kernel(path, *SMALL, *TWO) == 0
+    assert len(processes.ran) == 4
+
+
+def test_the_exit_status_tells_of_what_is_wrong(
+    processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes.status["sdpa_flash"] = "wrong: out is off by 1.0e-01"
+    assert kernel(tmp_path / "x.csv", *SMALL, *TWO) == 1
+    assert "sdpa_flash, sweep, full, S 16, D 16: wrong: out is off by" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_is_told_and_the_next_runs(
+    processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes.fails = Died("its process ended")
+    assert kernel(tmp_path / "x.csv", *SMALL, *TWO) == 1
+    assert len(processes.ran) == 4
+    assert capsys.readouterr().err.count("its process ended") == 4
+
+
+def test_other_columns_are_refused(processes: Processes, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("older\n1\n")
+    with pytest.raises(SystemExit, match="other columns"):
+        kernel(path, *SMALL, *TWO)
+    assert path.read_text() == "older\n1\n"
+
+
+def test_pictures_are_drawn(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "pictures"
+    assert kernel(tmp_path / "x.csv", *SMALL, *TWO, "--plot", str(folder)) == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"x-forward-bfloat16-16-{mask}.png" for mask in ("causal", "full")
+    ]
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_the_cpu_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """For once a real one; what needs a GPU is noted."""
+    path = tmp_path / "x.csv"
+    argv = [*SMALL[:2], "--seq-lens", "16", "--head-dims", "16", "--tokens", "16", "--hidden", "16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "cases_of", lambda options: cases_of(options)[:1])
+        assert kernel(path, *argv, "--providers", "streamattn", "streamattn-portable", "sdpa_flash") == 0
+    ours, portable, peer = csv.DictReader(path.open())
+    assert ours["device"] == peer["device"] == "CPU"
+    assert (ours["backend"], peer["backend"]) == ("sdpa", "sdpa_flash")
+    assert portable["status"] == "unsupported: its kernels need an NVIDIA GPU"
+    assert portable["median_ms"] == ours["peak_mib"] == ""
+    assert float(peer["median_ms"]) / float(ours["median_ms"]) == pytest.approx(
+        float(ours["speedup"]), rel=0.1
     )
+
+
+def test_the_cpu_gets_small_cases_by_itself() -> None:
+    assert parse(["--csv", "x.csv"]).cases == ["cpu"]
+    options = parse(["--csv", "x.csv", "--cases", *(name for name in SETS if name != "cpu")])
+    cases = cases_of(options)
+    assert {case.case for case in cases} == set(SETS) - {"cpu"}
+    assert max(case.seq_len * case.batch * case.num_heads for case in cases) <= 2048
+    assert len(set(cases)) == len(cases)
+    options = parse(["--csv", "x.csv", "--cases", "single", "decode", "--seq-lens", "4096"])
+    lengths = {case.case: case.seq_len for case in cases_of(options)}
+    assert lengths == {"single": 4096, "decode": 256}
+
+
+def test_decoding_is_timed_in_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["--csv", "x.csv", "--cases", "decode"]).timer == ["events"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse(["--csv", "x.csv", "--cases", "decode"]).timer == ["graph"]
+    assert parse(["--csv", "x.csv", "--cases", "decode", "--timer", "events"]).timer == ["events"]
+    options = parse(["--csv", "x.csv"])
+    assert options.timer == ["events"]
+    assert options.cases == [name for name in SETS if name not in ("cpu", "single", "headless")]
+
+
+def test_the_study_of_one_head_is_one_set() -> None:
+    argv = ["--csv", "x.csv", "--cases", "single", "--dtypes", "float32", "bfloat16"]
+    options = parse([*argv, "--device", "cpu"])
+    options.device = "cuda"
+    cases = cases_of(options)
+    assert len(cases) == 2 * 4 * 10
+    assert {(case.batch, case.num_heads, case.causal) for case in cases} == {(1, 1, True)}
+    assert {case.seq_len for case in cases} == {2**power for power in range(7, 17)}
+
+
+def test_flex_takes_part_where_it_is_worth_its_compiling() -> None:
+    cases = [case for make in SETS.values() for case in make(Sweep("bfloat16", (64, 128), (512, 4096)))]
+    found = [case for case in cases if worth_compiling(case, longest=4096)]
+    assert len(found) <= 8
+    assert {case.case for case in found} == {"sweep", "gpt2", "window", "documents"}
+    assert {(case.head_dim, case.seq_len) for case in found if case.case == "sweep"} == {(128, 4096)}
+
+
+def test_flex_takes_part_in_all_cases_where_it_is_asked_for(processes: Processes, tmp_path: Path) -> None:
+    for path, arguments, count in ((tmp_path / "a", (), 0), (tmp_path / "b", ("--all-flex",), 4)):
+        assert kernel(path, *SMALL, "--providers", "streamattn", "flex", *arguments) == 0
+        assert sum(row["provider"] == "flex" for row in csv.DictReader(path.open())) == count
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--device", "cuda"], "needs a CUDA device, and none is visible"),
+        (["--timer", "events", "graph"], "--timer graph needs a CUDA device"),
+        (["--tiles"], "--tiles needs a CUDA device"),
+    ],
+)
+def test_without_a_gpu_one_line_says_so(argv: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    with pytest.raises(SystemExit, match=f"^streamattn bench kernel: {words}"):
+        kernel(path, *argv)
+    assert not path.exists()
+
+
+def test_who_holds_all_scores_is_asked_for_by_name() -> None:
+    left = set(PROVIDERS) - set(parse(["--csv", "x.csv"]).providers)
+    assert left == {"eager", "eager_compiled", "cupy"}
 
 
 def test_help_shows_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +254,7 @@ def test_help_shows_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["bench", "kernel", "--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    for word in (*SETS, *PROVIDERS, "forward", "backward", "events", "graph", "--all-flex", "16384"):
+    for word in (*SETS, *PROVIDERS, "forward", "both", "events", "graph", "--all-flex", "--tiles", "tf32"):
         assert word in shown
 
 

@@ -19,14 +19,15 @@ from streamattn.bench.tables import (
     notes,
     report,
     speeds,
-    totals,
 )
 
 ROW = Row(
+    commit="abc",
     device="Imagined GPU",
     driver=None,
     torch="2.11",
     triton=None,
+    transformers="5",
     sm_mhz=None,
     case="sweep",
     dtype="bfloat16",
@@ -41,12 +42,13 @@ ROW = Row(
     dropout_p=0.0,
     provider="streamattn",
     version="1",
-    status="ok",
-    forward_ms=2.0,
-    forward_tflops=650.4,
-    forward_to_best=0.8,
+    part="forward",
+    timer="events",
+    median_ms=2.0,
+    tflops=650.4,
+    speedup=0.8,
 )
-PEER = replace(ROW, provider="sdpa_flash", forward_ms=1.6, forward_tflops=813.0, forward_to_best=1.0)
+PEER = replace(ROW, provider="sdpa_flash", median_ms=1.6, tflops=813.0, speedup=1.0)
 
 
 def lines(table: Table) -> list[list[str]]:
@@ -55,14 +57,12 @@ def lines(table: Table) -> list[list[str]]:
 
 
 def test_speeds_stand_side_by_side() -> None:
-    lone = replace(
-        ROW, case="grouped", num_kv_heads=4, causal=True, forward_tflops=None, forward_to_best=None
-    )
+    lone = replace(ROW, case="grouped", num_kv_heads=4, causal=True, tflops=None, speedup=None)
     table = speeds([ROW, PEER, lone], "forward", ["streamattn"])
     assert [str(column.header) for column in table.columns][4:] == [
         "streamattn",
         "flash",
-        "to best",
+        "speedup",
     ]
     assert lines(table) == [
         ["sweep", "128", "full", "4x4096x16", "650", "813", "0.80"],
@@ -71,42 +71,44 @@ def test_speeds_stand_side_by_side() -> None:
 
 
 def test_decoding_is_told_in_bytes_of_the_cache() -> None:
-    decoding = replace(ROW, case="decode", batch=1, num_heads=32, num_kv_heads=8, forward_ms=0.02)
-    peer = replace(decoding, provider="sdpa_flash", forward_ms=None)
+    decoding = replace(ROW, case="decode", batch=1, num_heads=32, num_kv_heads=8, median_ms=0.02)
+    peer = replace(decoding, provider="sdpa_flash", median_ms=None)
     assert lines(bandwidths([ROW, decoding, peer], "forward")) == [
         ["128", "1x4096x32:8", "16", "839", "-"],
     ]
     assert not bandwidths([ROW, PEER], "forward").row_count
 
 
-def test_means_are_geometric_and_over_the_sweep_alone() -> None:
+def test_means_are_geometric_and_each_set_has_its_own() -> None:
     rows = [
         ROW,
-        replace(ROW, seq_len=512, forward_to_best=1.25),
-        replace(ROW, causal=True, forward_to_best=0.5),
-        replace(ROW, head_dim=64, causal=True, forward_to_best=1.1),
-        replace(ROW, case="gpt2", forward_to_best=9.0),
+        replace(ROW, seq_len=512, speedup=1.25),
+        replace(ROW, causal=True, speedup=0.5),
+        replace(ROW, head_dim=64, causal=True, speedup=1.1),
+        replace(ROW, case="gpt2", speedup=9.0),
+        replace(ROW, case="single", causal=True, speedup=3.0),
         PEER,
     ]
     both = geometric_mean([0.8, 1.25, 0.5])
     assert both == pytest.approx(0.5 ** (1 / 3))
     assert lines(means(rows, "forward", ["streamattn"])) == [
-        ["streamattn", "128", "1.000", "0.500", f"{both:.3f}", "0.500"],
-        ["streamattn", "64", "-", "1.100", "1.100", "1.100"],
+        ["sweep", "streamattn", "128", "1.000", "0.500", f"{both:.3f}", "0.500"],
+        ["sweep", "streamattn", "64", "-", "1.100", "1.100", "1.100"],
+        ["single", "streamattn", "128", "-", "3.000", "3.000", "3.000"],
     ]
 
 
 def test_costs_are_against_the_same_provider_without_the_pattern() -> None:
     plain = replace(ROW, case="dropout")
     rows = [
-        replace(plain, dropout_p=0.1, forward_ms=2.5),
+        replace(plain, dropout_p=0.1, median_ms=2.5),
         plain,
-        replace(plain, provider="flex", dropout_p=0.1, forward_ms=None),
+        replace(plain, provider="flex", dropout_p=0.1, median_ms=None),
         replace(plain, provider="flex"),
         ROW,
         replace(ROW, causal=True),
-        replace(PEER, case="window", causal=True, window=1024, forward_ms=0.1),
-        replace(PEER, case="window", causal=True, forward_ms=1.0),
+        replace(PEER, case="window", causal=True, window=1024, median_ms=0.1),
+        replace(PEER, case="window", causal=True, median_ms=1.0),
     ]
     assert lines(costs(rows, "forward")) == [
         ["dropout", "128", "full p 0.1", "streamattn", "1.250"],
@@ -114,25 +116,9 @@ def test_costs_are_against_the_same_provider_without_the_pattern() -> None:
     ]
 
 
-def test_totals_are_those_of_the_first_of_ours_beside_the_fastest_peer_of_both() -> None:
-    ours = replace(ROW, backward_ms=4.0)
-    rows = [
-        ours,
-        replace(ours, provider="streamattn-portable", forward_ms=0.5),
-        replace(PEER, backward_ms=3.4),
-        replace(PEER, provider="fa3", forward_ms=1.0),
-        replace(PEER, provider="sdpa_cudnn", forward_ms=1.0, backward_ms=9.0),
-        replace(ours, seq_len=512),
-    ]
-    assert lines(totals(rows, ["streamattn", "streamattn-portable"])) == [
-        ["sweep", "128", "full", "4096", "6.000", "sdpa_flash", "5.000", "1.200"]
-    ]
-    assert not lines(totals(rows, []))
-
-
 def test_what_was_not_measured_is_counted() -> None:
     rows = [ROW, *(replace(PEER, seq_len=n, status="unsupported: it is old") for n in (1, 2))]
-    assert lines(notes(rows)) == [["sdpa_flash", "unsupported: it is old", "2"]]
+    assert lines(notes(rows)) == [["sdpa_flash", "forward", "unsupported: it is old", "2"]]
 
 
 def printed(tables: Sequence[Table]) -> str:
@@ -143,8 +129,18 @@ def printed(tables: Sequence[Table]) -> str:
 
 
 def test_empty_tables_are_left_out() -> None:
-    shown = [str(table.title) for table in report([ROW, PEER], ["forward"], ["streamattn"])]
-    assert [title.split(",")[1].strip() for title in shown] == ["TFLOP/s", "best peer's time / ours"]
+    shown = [str(table.title) for table in report([ROW, PEER], ["streamattn"])]
+    assert [title.split(",")[2].strip() for title in shown] == ["TFLOP/s", "best peer's time / ours"]
+
+
+def test_each_pass_dtype_and_timer_has_its_tables() -> None:
+    rows = [ROW, replace(ROW, part="backward"), replace(ROW, timer="graph", dtype="tf32")]
+    shown = [str(table.title) for table in report(rows, ["streamattn"])]
+    assert [title for title in shown if title.endswith("TFLOP/s")] == [
+        "forward, bfloat16, TFLOP/s",
+        "backward, bfloat16, TFLOP/s",
+        "forward, tf32, graph, TFLOP/s",
+    ]
 
 
 def test_eight_providers_fit_the_width() -> None:
@@ -164,5 +160,5 @@ def test_eight_providers_fit_the_width() -> None:
     ]
     text = printed([speeds(rows, "forward", names[:2])])
     assert "causal doc 1024" in text
-    assert all(heading in text for heading in ("streamattn", "portable", "efficient", "to best"))
+    assert all(heading in text for heading in ("streamattn", "portable", "efficient", "speedup"))
     assert sum(bool(line.strip()) for line in text.splitlines()) == 4, "no line is broken in two"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from streamattn.bench import timers
 
@@ -62,11 +64,11 @@ class Device:
             self.capturing.append(time)
 
 
-def test_events_give_the_median_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_give_the_times_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, [1.0, 2.0, 50.0])
     measure = timers.events(device.work, 5)
     assert device.calls == 3, "warmed up"
-    assert measure() == 2.0  # of 1, 2, 50, 1, 2
+    assert measure() == [1.0, 2.0, 50.0, 1.0, 2.0]
     assert (device.calls, device.cleared) == (8, 5)
 
 
@@ -79,24 +81,67 @@ def test_graphs_give_the_time_of_one_of_many_calls(
     prepared = device.calls
     assert prepared - 6 == calls  # three warm up, three estimate
     cleared = device.cleared
-    assert measure() == pytest.approx(ms)
+    assert measure() == pytest.approx([ms] * 5)
     assert (device.calls, device.cleared) == (prepared, cleared), "replayed, the cache left alone"
 
 
-def test_the_clock_gives_the_median_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls, seconds = [0.0], [0], (7.0, 0.5, 0.25, 3.0)
+def test_the_clock_gives_the_times_of_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls, seconds = [0.0], [0], (7.0, 7.0, 7.0, 0.5, 0.25, 3.0)
 
     def work() -> None:
-        now[0] += seconds[calls[0] % 4]
+        now[0] += seconds[calls[0] % 6]
         calls[0] += 1
 
     monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
     measure = timers.clock(work, 3)
-    assert calls == [1], "warmed up"
-    assert measure() == 500.0  # milliseconds, of 0.5, 0.25 and 3
-    assert calls == [4]
+    assert calls == [3], "warmed up"
+    assert measure() == [500.0, 250.0, 3000.0]  # milliseconds
+    assert calls == [6]
+
+
+def test_a_sleep_of_known_length() -> None:
+    times = timers.clock(lambda: time.sleep(0.02), 3)()
+    assert len(times) == 3
+    assert 20.0 <= min(times) < 30.0, "of three on a busy machine the least"
 
 
 def test_memory_is_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert timers.peak_mib(lambda: None) is None
+    seen: list[Tensor] = []
+    assert timers.footprint(lambda: torch.ones(1), seen.append) == (None, None)
+    assert seen == [torch.ones(1)], "the work is done all the same"
+
+
+def test_memory_is_told_at_its_most_and_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, most = [5 << 20], [9 << 20]
+
+    def take(mib: int) -> None:
+        used[0] += mib << 20
+        most[0] = max(most[0], used[0])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: used[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: most.__setitem__(0, used[0]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most[0])
+
+    def forward() -> Tensor:
+        take(4)
+        take(-1)
+        return torch.ones(1)
+
+    assert timers.footprint(forward, lambda out: (take(7), take(-8))) == (3.0, 10.0)
+
+
+def test_the_most_that_a_machine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clocks that show 2 milliseconds for a product and 4 for a copy."""
+    shown = iter([2.0, 4.0])
+
+    def clock(work, repeats: int):
+        ms = next(shown)
+        return lambda: [3 * ms, ms]
+
+    monkeypatch.setattr(timers, "clock", clock)
+    product, copy = timers.ceilings(torch.device("cpu"), torch.float32)
+    assert product == pytest.approx(2 * 256**3 / 2e-3 / 1e12)
+    assert copy == pytest.approx(2 * 4 * 2**20 / 4e-3 / 1e9)

@@ -149,19 +149,25 @@ MAY_IMPORT = {
     "streamattn.bench.decode_layer": (
         "patches*",
         "streamattn.bench.arguments",
-        "streamattn.bench.results",
+        "streamattn.bench.resume",
         "streamattn.functional",
     ),
     "streamattn.bench.contestants": ("patches*", "streamattn.bench.providers", "streamattn.job"),
-    "streamattn.bench.resume": ("streamattn.bench.results",),
+    "streamattn.bench.resume": ("streamattn.bench.machine",),
     "streamattn.bench.plots": ("streamattn.bench.resume",),
     "streamattn.bench": (),
     "streamattn.bench.arguments": (),
     "streamattn.bench.cases": ("streamattn.pattern",),
-    "streamattn.bench.results": (),
-    "streamattn.bench.tables": ("streamattn.bench.cases",),
+    "streamattn.bench.machine": (),
+    "streamattn.bench.tables": ("streamattn.bench.cases", "streamattn.bench.resume"),
     "streamattn.bench.timers": (),
-    "streamattn.bench.*": ("streamattn.bench.*", "streamattn.functional", "streamattn.dispatch"),
+    "streamattn.bench.tile_sweep": ("streamattn.bench.*", "streamattn.kernels.tiles"),
+    "streamattn.bench.*": (
+        "streamattn.bench.*",
+        "streamattn.functional",
+        "streamattn.dispatch",
+        "streamattn.pattern",
+    ),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
     "streamattn": ("streamattn.functional", "streamattn.module"),
@@ -173,6 +179,7 @@ MAY_IMPORT_LAZILY = {
     "streamattn.ops": ("streamattn.reference", "streamattn.kernels.*"),
     "streamattn.cli": ("streamattn", "streamattn.*"),
     "streamattn.bench": ("streamattn.bench.*",),
+    "streamattn.bench.tile_sweep": ("streamattn.kernels.launch",),
 }
 
 STANDARD_LIBRARY_ONLY = ("streamattn.pattern", "streamattn.kernels.tiles")

@@ -3,22 +3,30 @@
 The work is that of FlashAttention's benchmarks: a constant number of tokens, heads times head_dim constant,
 storage [B, S, H, D], random data. As many queries as keys, but one where a cache is decoded: there the
 bytes of keys and values count. TFLOP/s count 4 * D operations for each visible pair of query and key forward,
-2.5 times that backward; dropout changes nothing of that. One set is small enough for a CPU.
+2.5 times that backward; dropout changes nothing of that. One set is small enough for a CPU,
+the others are made so by `shrunk`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from streamattn.pattern import UNBOUNDED, count_pairs
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PASSES = {"forward": 4.0, "backward": 10.0}
-"""Operations of a pass for each visible pair and column of a head."""
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "tf32": torch.float32,
+}
+"""``tf32`` is float32 whose products may be of TF32."""
+PASSES = {"forward": 4.0, "backward": 10.0, "both": 14.0}
+"""Operations of a pass for each visible pair and column of a head; ``both`` is one after the other."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,15 @@ class Case:
         elements = 2 * self.batch * self.num_kv_heads * self.seq_len * self.head_dim
         return elements * DTYPES[self.dtype].itemsize
 
+    def moved(self, which: str) -> int:
+        """Bytes that a pass reads and writes at least: inputs, outputs and gradients, each once.
+
+        The backward reads q, k, v, out and dout, and writes dq, dk and dv.
+        """
+        queries = self.batch * self.num_heads * self.q_len * self.head_dim * DTYPES[self.dtype].itemsize
+        forward, backward = 2 * queries + self.kv_bytes(), 4 * queries + 2 * self.kv_bytes()
+        return {"forward": forward, "backward": backward, "both": forward + backward}[which]
+
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random q, k, v and dout: views [B, H, S, D] of storage [B, S, H, D].
 
@@ -118,23 +135,57 @@ class Case:
         return (places // self.document).expand(self.batch, self.seq_len)
 
 
+@contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """Products of float32 as a dtype, a name in `DTYPES`, wants them: of TF32 or exact."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def shrunk(case: Case) -> Case:
+    """A case of the same kind that a CPU has done in no time: no more than 2 rows, 4 heads, 256 tokens."""
+    heads = min(case.num_heads, 4)
+    group = min(heads, case.num_heads // case.num_kv_heads)
+    return replace(
+        case,
+        batch=min(case.batch, 2),
+        num_heads=heads,
+        num_kv_heads=heads // group,
+        seq_len=min(case.seq_len, 256),
+        window=None if case.window is None else min(case.window, 64),
+        document=None if case.document is None else min(case.document, 64),
+    )
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """The options of the sets: the lengths and head dimensions of the sweep, and what all sets share."""
+    """The options of the sets.
 
-    head_dims: Sequence[int]
-    seq_lens: Sequence[int]
-    tokens: int
-    hidden: int
+    Attributes:
+        dtype: of most sets.
+        head_dims: of the sweep, ``single`` and ``headless``; None = each set's own.
+        seq_lens: of the same; None = each set's own.
+        tokens: batch times sequence length of the sweep.
+        hidden: heads times head_dim of the sweep.
+    """
+
     dtype: str
+    head_dims: Sequence[int] | None = None
+    seq_lens: Sequence[int] | None = None
+    tokens: int = 16384
+    hidden: int = 2048
 
 
 def _sweep(options: Sweep) -> list[Case]:
     found = []
-    for head_dim in options.head_dims:
+    for head_dim in options.head_dims or (64, 128, 256):
         heads = max(1, options.hidden // head_dim)
         for causal in (False, True):
-            for seq_len in options.seq_lens:
+            for seq_len in options.seq_lens or (512, 1024, 2048, 4096, 8192, 16384):
                 batch = max(1, options.tokens // seq_len)
                 found.append(Case("sweep", options.dtype, batch, heads, heads, seq_len, head_dim, causal))
     return found
@@ -195,22 +246,22 @@ def _wide(options: Sweep) -> list[Case]:
     return few + many
 
 
+def _one_head(name: str, batch: int, lengths: range, options: Sweep) -> list[Case]:
+    return [
+        Case(name, options.dtype, batch, 1, 1, seq_len, head_dim, True)
+        for head_dim in options.head_dims or (16, 32, 64, 128)
+        for seq_len in options.seq_lens or [2**power for power in lengths]
+    ]
+
+
 def _single(options: Sweep) -> list[Case]:
     """One head of one row, from the shortest to the longest: where launches are all, and where memory is."""
-    return [
-        Case("single", options.dtype, 1, 1, 1, 2**power, head_dim, True)
-        for head_dim in (16, 32, 64, 128)
-        for power in range(7, 17)
-    ]
+    return _one_head("single", 1, range(7, 17), options)
 
 
 def _headless(options: Sweep) -> list[Case]:
     """A batch of eight without heads, [B, T, D]."""
-    return [
-        Case("headless", options.dtype, 8, 1, 1, 2**power, head_dim, True)
-        for head_dim in (16, 32, 64, 128)
-        for power in range(8, 15)
-    ]
+    return _one_head("headless", 8, range(8, 15), options)
 
 
 def _cpu(options: Sweep) -> list[Case]:

@@ -21,7 +21,7 @@ import copy
 import inspect
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from patches import patch_model
 from patches.hf import CACHE_NAMES
 from streamattn.bench.arguments import positive, writable
-from streamattn.bench.results import csv_file
+from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 from streamattn.functional import attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -68,15 +68,12 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Stamp):
     """One case, one line of the CSV; times in microseconds of the host for each call.
 
     ``sdpa_flash`` is PyTorch's attention without cuDNN, the difference that of ours to the faster of the two.
     """
 
-    device: str
-    torch: str
-    transformers: str
     dtype: str
     case: str
     num_heads: int
@@ -220,6 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status, 0.
+
+    Raises:
+        SystemExit: the command line is wrong, or the file has other columns.
     """
     parser = argparse.ArgumentParser(
         prog="streamattn bench decode-layer",
@@ -230,14 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
     parser.add_argument("--repeats", type=positive, default=100, help="rounds of each side")
     parser.add_argument(
-        "--csv", type=writable, required=True, help="where the measurements go; an older file is replaced"
+        "--csv", type=writable, required=True, help="where the rows go; they are added to those there"
     )
     options = parser.parse_args(argv)
     if torch.cuda.is_available():
-        device, name = "cuda", torch.cuda.get_device_name()
+        device = "cuda"
         dtype, shape = options.dtype or "bfloat16", Shape(12, 64, options.keys, options.layers)
     else:
-        device, name = "cpu", "CPU"
+        device = "cpu"
         dtype, shape = options.dtype or "float32", Shape(4, 8, options.keys, options.layers)
         torch.set_num_threads(1)
 
@@ -247,27 +247,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Llama layer": lambda: layer_rounds(llama, shape, device, DTYPES[dtype]),
     }
     table = Table("case", "sdpa us", "sdpa without cuDNN us", "streamattn us", "to the faster us")
-    with torch.no_grad(), csv_file(options.csv, Row) as write:
-        for case, make in cases.items():
-            theirs, flash, ours = (round(time, 1) for time in medians(make(), options.repeats))
-            difference = round(ours - min(theirs, flash), 1)
-            table.add_row(case, f"{theirs:.1f}", f"{flash:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
-            write(
-                Row(
-                    device=name,
-                    torch=torch.__version__,
-                    transformers=transformers.__version__,
-                    dtype=dtype,
-                    case=case,
-                    num_heads=shape.num_heads,
-                    head_dim=shape.head_dim,
-                    keys=shape.keys,
-                    sdpa_us=theirs,
-                    sdpa_flash_us=flash,
-                    streamattn_us=ours,
-                    difference_us=difference,
+    on = asdict(stamp(device))
+    try:
+        with torch.no_grad(), appended(options.csv, Row) as write:
+            for case, make in cases.items():
+                theirs, flash, ours = (round(time, 1) for time in medians(make(), options.repeats))
+                difference = round(ours - min(theirs, flash), 1)
+                table.add_row(case, f"{theirs:.1f}", f"{flash:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
+                write(
+                    Row(
+                        **on,
+                        dtype=dtype,
+                        case=case,
+                        num_heads=shape.num_heads,
+                        head_dim=shape.head_dim,
+                        keys=shape.keys,
+                        sdpa_us=theirs,
+                        sdpa_flash_us=flash,
+                        streamattn_us=ours,
+                        difference_us=difference,
+                    )
                 )
-            )
+    except Mismatch as error:
+        raise SystemExit(f"streamattn bench decode-layer: {error}") from None
     Console(width=110).print(table)
     return 0
 

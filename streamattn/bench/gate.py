@@ -50,10 +50,10 @@ class Gate:
             inputs: q, k, v, dout as `Case.tensors` draws them.
         """
         self.case, (*self.qkv, self.dout) = case, inputs
-        self.limit = 1e-5 if self.qkv[0].dtype == torch.float32 else 1e-2
+        self.limit = 1e-5 if case.dtype == "float32" else 1e-2
         self.want: dict[str, Tensor] = {}
 
-    def check(self, bind: Callable[[Case, torch.device], Call], call: Call, backward: bool) -> None:
+    def check(self, bind: Callable[[Case, torch.device], Call], call: Call, backward: bool) -> float:
         """Judges the calls of a provider.
 
         Args:
@@ -61,14 +61,17 @@ class Gate:
             call: of the case.
             backward: whether its gradients are judged as well.
 
+        Returns:
+            The largest relative error of out and, where they are judged, the gradients; without dropout.
+
         Raises:
             WrongResult: nothing of it may be timed.
         """
         if self.case.dropout_p == 0.0:
-            self._values(call, backward)
-        else:
-            self._values(bind(replace(self.case, dropout_p=0.0), self.dout.device), backward)
-            self._dropout(call, backward)
+            return self._values(call, backward)
+        error = self._values(bind(replace(self.case, dropout_p=0.0), self.dout.device), backward)
+        self._dropout(call, backward)
+        return error
 
     def _reference(self, backward: bool) -> dict[str, Tensor]:
         if "out" not in self.want or (backward and "dq" not in self.want):
@@ -105,12 +108,14 @@ class Gate:
                 raise WrongResult(f"{name} has NaN or infinity")
         return got
 
-    def _values(self, call: Call, backward: bool) -> None:
-        want = self._reference(backward)
+    def _values(self, call: Call, backward: bool) -> float:
+        want, worst = self._reference(backward), 0.0
         for name, x in self._run(call, self.qkv, self.dout if backward else None).items():
             error = relative_error(_ends(x, self.case.num_kv_heads), want[name])
             if not error <= self.limit:
                 raise WrongResult(f"{name} is off by {error:.1e} of its size, more than {self.limit:.0e}")
+            worst = max(worst, error)
+        return worst
 
     def _dropout(self, call: Call, backward: bool) -> None:
         """Raises unless the three laws hold.

@@ -36,8 +36,8 @@ from torch import Tensor
 from streamattn.bench.arguments import positive, writable
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
+from streamattn.bench.machine import ask_driver
 from streamattn.bench.providers import Unsupported, first_line
-from streamattn.bench.results import ask_driver
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

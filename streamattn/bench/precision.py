@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from streamattn.bench.arguments import positive, writable
-from streamattn.bench.cases import DTYPES
+from streamattn.bench.cases import DTYPES, precision
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import GRADIENTS, relative_error
 from streamattn.bench.models import WIDTH
@@ -174,7 +174,9 @@ def attention_errors(
             size = (1, heads, seq_len, head_dim)
             inputs = [torch.randn(size, device=device, dtype=DTYPES[dtype]) for _ in range(4)]
             for name, function in functions.items():
-                for tensor, (rms, most) in errors_of(function, inputs).items():
+                with precision(dtype):
+                    errors = errors_of(function, inputs)
+                for tensor, (rms, most) in errors.items():
                     rows.append(
                         dict(
                             name=name,

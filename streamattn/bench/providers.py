@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from streamattn.bench.cases import Case
-from streamattn.dispatch import MAX_TRITON_HEAD_DIM
+from streamattn.dispatch import MAX_TRITON_HEAD_DIM, Backend, Masks, choose, unsupported_backward
 from streamattn.functional import attention
+from streamattn.pattern import UNBOUNDED
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q, k, v) -> out, all [B, H, S, D]."""
@@ -40,12 +41,14 @@ class Provider:
         version: of what implements it.
         ours: whether it is this package's, so that a case it fails at is an error and no property of a peer.
         around: makes what must be entered around its calls, once for many.
+        backend: what serves a case's q, k, v, forward or backward (True); None = it has no choice.
     """
 
     bind: Callable[[Case, torch.device], Call]
     version: str
     ours: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    backend: Callable[[Case, Tensor, Tensor, Tensor, bool], str] | None = None
 
 
 def _version(*distributions: str) -> str:
@@ -83,7 +86,20 @@ def _streamattn(backend: str) -> Provider:
 
         return call
 
-    return Provider(bind, _version("streamattn"), ours=True)
+    def served(case: Case, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
+        segments = case.segments(q.device)
+        window_left = UNBOUNDED if case.window is None else case.window - 1
+        masks = Masks(q_segments=segments, kv_segments=segments)
+        options = (case.head_dim**-0.5, window_left, 0.0, case.dropout_p)
+        chosen = choose(Backend(backend), q, k, v, masks, *options)
+        if backward and (
+            chosen is Backend.DECODE
+            or (chosen is Backend.HOPPER and unsupported_backward(q, q, k, v) is not None)
+        ):
+            chosen = Backend.TRITON
+        return chosen.value
+
+    return Provider(bind, _version("streamattn"), ours=True, backend=served)
 
 
 def _sdpa(backend: SDPBackend | None) -> Provider:
@@ -105,8 +121,15 @@ def _sdpa(backend: SDPBackend | None) -> Provider:
 
         return call
 
-    around = nullcontext if backend is None else lambda: sdpa_kernel(backend)
-    return Provider(bind, f"torch {torch.__version__}", around=around)
+    def served(case: Case, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
+        choice: Any = getattr(torch, "_fused_sdp_choice")  # noqa: B009 - not among torch's exported names
+        chosen = choice(q, k, v, None, case.dropout_p, case.causal, enable_gqa=True)
+        return SDPBackend(chosen).name.lower()
+
+    version = f"torch {torch.__version__}"
+    if backend is None:
+        return Provider(bind, version, backend=served)
+    return Provider(bind, version, around=lambda: sdpa_kernel(backend))
 
 
 def _flash(module: ModuleType, version: str) -> Provider:
@@ -192,6 +215,51 @@ def _xformers() -> Provider:
     return Provider(bind, _version("xformers"))
 
 
+def _cupy() -> Provider:
+    """Attention as it is written down, forward and backward, in CuPy; its memory is not PyTorch's."""
+    cupy = _import("cupy", install="pip install cupy-cuda13x")
+
+    def around() -> AbstractContextManager[Any]:
+        """Its work goes to PyTorch's stream, where the clocks are."""
+        if not torch.cuda.is_available():
+            return nullcontext()
+        return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+    def bind(case: Case, device: torch.device) -> Call:
+        if not case.plain or case.num_heads != case.num_kv_heads:
+            raise Unsupported("it is not asked for patterns, dropout or grouped heads here")
+        if case.dtype == "bfloat16":
+            raise Unsupported("CuPy has no bfloat16")
+        scale = case.head_dim**-0.5
+
+        class Written(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+                q, k, v = (cupy.from_dlpack(x.detach()) for x in qkv)
+                scores = cupy.matmul(q, k.swapaxes(2, 3)).astype("float32") * scale
+                if case.causal:
+                    scores += cupy.triu(cupy.full(scores.shape[2:], -cupy.inf, dtype="float32"), 1)
+                weights = cupy.exp(scores - scores.max(-1, keepdims=True))
+                weights = (weights / weights.sum(-1, keepdims=True)).astype(v.dtype)
+                ctx.arrays = q, k, v, weights
+                return torch.from_dlpack(cupy.matmul(weights, v))
+
+            @staticmethod
+            def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, ...]:
+                (q, k, v, weights), dout = ctx.arrays, cupy.from_dlpack(douts[0])
+                dweights = cupy.matmul(dout, v.swapaxes(2, 3)).astype("float32")
+                dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+                dscores = dscores.astype(q.dtype)
+                dq, dk = cupy.matmul(dscores, k), cupy.matmul(dscores.swapaxes(2, 3), q)
+                return tuple(
+                    torch.from_dlpack(x) for x in (dq, dk, cupy.matmul(weights.swapaxes(2, 3), dout))
+                )
+
+        return Written.apply
+
+    return Provider(bind, f"cupy {cupy.__version__}", around=around)
+
+
 def eager(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention as it is written down: all scores, softmax, values."""
     group = case.num_heads // case.num_kv_heads
@@ -272,6 +340,7 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
     "sdpa_efficient": lambda: _sdpa(SDPBackend.EFFICIENT_ATTENTION),
     "flex": _flex,
     "xformers": _xformers,
+    "cupy": _cupy,
     "eager": lambda: _eager(compiled=False),
     "eager_compiled": lambda: _eager(compiled=True),
 }

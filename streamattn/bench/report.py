@@ -2,9 +2,9 @@
 
 Writes ``FOLDER/report.md`` and PNGs beside it. Each file has a section: what it was measured on, pictures,
 and its rows as a table without the columns that say the same in all of them. Pictures are drawn by what the
-columns are: speed by length and a roofline of kernels (with ``--peak`` and ``--bandwidth``, the machine's
-TFLOP/s and GB/s), tokens a second and peak memory by length of models, bandwidth by size of collectives. The
-files are only read. Left out on purpose: judgements; the page says what was measured.
+columns are: speed and memory by length and rooflines of kernels, tokens a second and peak memory by length
+of models, bandwidth by size of collectives. The files are only read; those that are checked in where none is
+named. Left out on purpose: judgements; the page says what was measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamattn.bench.resume import extra
 
 COMMAND = "streamattn bench report"
 MACHINE = ("commit", "device", "driver", "torch", "triton", "transformers")
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CHECKED_IN = Path(__file__).parents[2] / "docs" / "measurements"
 
 
 def markdown(frame: Any) -> str:
@@ -48,28 +48,27 @@ def series_of(frame: Any, name: str, x: str, y: str) -> dict[str, plots.Points]:
     return found
 
 
-def kernel_pictures(frame: Any, stem: str, peak: float | None, bandwidth: float | None) -> Iterator[str]:
-    """Of `streamattn bench kernel`: speed by length for each head_dim and mask, and the roofline."""
-    sweep = frame[(frame["case"] == "sweep")]
-    for way in ("forward", "backward"):
-        for (dtype, head_dim, causal), rows in sweep.groupby(["dtype", "head_dim", "causal"]):
-            series = series_of(rows, "provider", "seq_len", f"{way}_tflops")
-            if any(len(points) > 1 for points in series.values()):
-                mask = "causal" if causal else "full"
-                path = f"{stem}-{way}-{dtype}-{head_dim}-{mask}.png"
-                title = f"{way}, {dtype}, head_dim {head_dim}, {mask}"
-                plots.lines(path, series, title, "queries and keys", "TFLOP/s")
-                yield path
-    if peak and bandwidth:
-        rows = frame.dropna(subset=["forward_tflops"]).copy()
-        elements = rows["batch"] * rows["seq_len"] * rows["head_dim"]
-        elements *= 2 * rows["num_heads"] + 2 * rows["num_kv_heads"]
-        flops = rows["forward_tflops"] * rows["forward_ms"] * 1e9
-        rows["intensity"] = flops / (elements * rows["dtype"].map(BYTES))
-        path = f"{stem}-roofline.png"
-        series = series_of(rows, "provider", "intensity", "forward_tflops")
-        plots.roofline(path, series, "forward, inputs and output moved once", peak, bandwidth)
-        yield path
+def kernel_pictures(frame: Any, stem: str) -> Iterator[str]:
+    """Of `streamattn bench kernel`: speed and memory by length, and rooflines, for each dtype, D and mask."""
+    for (case, part, timer), found in frame.groupby(["case", "part", "timer"], sort=False):
+        name = f"{stem}-{part}" if (case, timer) == ("sweep", "events") else f"{stem}-{case}-{part}-{timer}"
+        for (dtype, head_dim, causal), rows in found.groupby(["dtype", "head_dim", "causal"]):
+            mask = "causal" if causal else "full"
+            title = f"{case}: {part}, {dtype}, head_dim {head_dim}, {mask}"
+            for what, unit, scale in (("tflops", "TFLOP/s", "x"), ("peak_mib", "MiB", "xy")):
+                series = series_of(rows, "provider", "seq_len", what)
+                if any(len(points) > 1 for points in series.values()):
+                    memory = "-memory" if what == "peak_mib" else ""
+                    path = f"{name}-{dtype}-{head_dim}-{mask}{memory}.png"
+                    plots.lines(path, series, title, "queries and keys", unit, scale)
+                    yield path
+        for dtype, rows in found.dropna(subset=["peak_share", "copy_share"]).groupby("dtype"):
+            path = f"{name}-{dtype}-roofline.png"
+            series = series_of(rows, "provider", "flop_per_byte", "tflops")
+            ceiling = (rows["tflops"] / rows["peak_share"]).median()
+            copy = (rows["gb_s"] / rows["copy_share"]).median()
+            plots.roofline(path, series, f"{case}: {part}, {dtype}, all bytes moved once", ceiling, copy)
+            yield path
 
 
 def length_pictures(frame: Any, stem: str, by: Sequence[str], what: str, title: str) -> Iterator[str]:
@@ -83,11 +82,11 @@ def length_pictures(frame: Any, stem: str, by: Sequence[str], what: str, title: 
             yield path
 
 
-def pictures(frame: Any, stem: str, peak: float | None, bandwidth: float | None) -> Iterator[str]:
+def pictures(frame: Any, stem: str) -> Iterator[str]:
     """Draws what a file's columns allow, and yields the paths."""
     columns = set(frame.columns)
-    if {"provider", "forward_tflops"} <= columns:
-        yield from kernel_pictures(frame, stem, peak, bandwidth)
+    if {"provider", "flop_per_byte"} <= columns:
+        yield from kernel_pictures(frame, stem)
     if "tokens_per_s" in columns:
         by = ("shape", "work", "batch", "dtype", "mode", "warmup")
         yield from length_pictures(frame, stem, by, "tokens_per_s", "tokens/s")
@@ -102,8 +101,8 @@ def pictures(frame: Any, stem: str, peak: float | None, bandwidth: float | None)
                 yield path
 
 
-def section(file: Path, out: Path, peak: float | None, bandwidth: float | None) -> str:
-    """A file's part of the page; its pictures are drawn into ``out``.
+def read(file: Path) -> Any:
+    """A file as a pandas frame.
 
     Raises:
         SystemExit: it is no CSV with a row.
@@ -115,7 +114,23 @@ def section(file: Path, out: Path, peak: float | None, bandwidth: float | None) 
         raise SystemExit(f"{COMMAND}: can't read {str(file)!r}: {error}") from None
     if frame.empty:
         raise SystemExit(f"{COMMAND}: {str(file)!r} has no row")
-    paths = [Path(path).name for path in pictures(frame, str(out / file.stem), peak, bandwidth)]
+    return frame
+
+
+def draw(file: str, folder: str) -> list[str]:
+    """Draws a file's pictures into a folder, which is made where it isn't there; returns their paths."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return list(pictures(read(Path(file)), str(Path(folder) / Path(file).stem)))
+
+
+def section(file: Path, out: Path) -> str:
+    """A file's part of the page; its pictures are drawn into ``out``.
+
+    Raises:
+        SystemExit: it is no CSV with a row.
+    """
+    frame = read(file)
+    paths = [Path(path).name for path in draw(str(file), str(out))]
     constant = [
         name for name in frame.columns if frame[name].nunique(dropna=False) == 1 and frame[name].notna().all()
     ]
@@ -140,16 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: a file can't be read, or pandas or matplotlib is missing.
     """
     parser = argparse.ArgumentParser(prog=COMMAND, description="Renders results as one page with PNGs.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.csv", help="that benchmarks wrote")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="that benchmarks wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the page and its pictures")
-    parser.add_argument("--peak", type=float, help="TFLOP/s of a matrix product on the GPU, for the roofline")
-    parser.add_argument("--bandwidth", type=float, help="GB/s of a copy on the GPU, for the roofline")
     options = parser.parse_args(argv)
-    if (options.peak is None) != (options.bandwidth is None):
-        parser.error("--peak and --bandwidth go together")
     plots.need_matplotlib(COMMAND)
     options.out.mkdir(parents=True, exist_ok=True)
-    sections = [section(file, options.out, options.peak, options.bandwidth) for file in options.files]
+    sections = [section(file, options.out) for file in options.files or sorted(CHECKED_IN.glob("*.csv"))]
     page = options.out / "report.md"
     page.write_text("# Measurements\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
     print(page)

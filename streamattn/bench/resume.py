@@ -20,7 +20,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamattn.bench.results import this_machine
+from streamattn.bench.machine import this_machine
 
 ROOT = Path(__file__).parents[2]
 Result = TypeVar("Result")

@@ -13,53 +13,57 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from streamattn.bench.cases import Case
+from streamattn.bench.resume import Stamp
 
 
 @dataclass(frozen=True)
-class Row:
-    """One provider on one case, one line of the CSV.
+class Row(Case, Stamp):
+    """One pass of one provider on one case, one line of the CSV.
 
-    Times are milliseconds: ``_ms`` by events, ``_graph_ms`` in a CUDA graph; ``_to_best`` is the time of the
-    fastest peer over this one; ``sm_mhz`` the clock during the last turns; ``peak_mib`` what all passes asked
-    for take beyond the inputs; ``spread`` the largest relative difference of two turns.
+    Attributes:
+        provider: whose.
+        version: of what implements it.
+        part: which pass, a name in `PASSES`.
+        timer: ``events``, single calls, or ``graph``, many calls in a CUDA graph.
+        status: ok, or why there are no figures.
+        backend: what served the call where a provider has a choice; else the provider.
+        median_ms: of a call, as its quickest turn had it.
+        p20_ms: of the same turn.
+        p80_ms: of the same turn.
+        tflops: by the median; hidden pairs of query and key don't count.
+        peak_share: of what a matrix product of this dtype reached here, 0 to 1.
+        flop_per_byte: operations over the bytes that have to be moved.
+        gb_s: these bytes over the median.
+        copy_share: of what a copy reached here, 0 to 1.
+        held_mib: what the forward leaves, its output included; for the backward where there is one.
+        peak_mib: the most in use beyond the inputs, for the backward with its forward.
+        error: the largest relative error against float64, of out or of a gradient.
+        speedup: the fastest peer's median over this one.
+        spread: relative difference of the slowest and the quickest turn's medians.
     """
 
-    device: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    sm_mhz: str | None
-    case: str
-    dtype: str
-    batch: int
-    num_heads: int
-    num_kv_heads: int
-    seq_len: int
-    head_dim: int
-    causal: bool
-    window: int | None
-    document: int | None
-    dropout_p: float
-    provider: str
-    version: str
-    status: str
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    forward_tflops: float | None = None
-    backward_tflops: float | None = None
-    forward_to_best: float | None = None
-    backward_to_best: float | None = None
-    forward_graph_ms: float | None = None
-    backward_graph_ms: float | None = None
-    forward_graph_tflops: float | None = None
-    backward_graph_tflops: float | None = None
-    forward_graph_to_best: float | None = None
-    backward_graph_to_best: float | None = None
+    provider: str = ""
+    version: str = ""
+    part: str = ""
+    timer: str = ""
+    status: str = "ok"
+    backend: str | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    tflops: float | None = None
+    peak_share: float | None = None
+    flop_per_byte: float | None = None
+    gb_s: float | None = None
+    copy_share: float | None = None
+    held_mib: float | None = None
     peak_mib: float | None = None
+    error: float | None = None
+    speedup: float | None = None
     spread: float | None = None
 
 
-def _case(row: Row) -> Case:
+def case_of(row: Row) -> Case:
     """What a row was measured on."""
     return Case(**{field.name: getattr(row, field.name) for field in fields(Case)})
 
@@ -68,7 +72,7 @@ def _cases(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
     """Rows by case and provider, in their order."""
     found: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(_case(row), {})[row.provider] = row
+        found.setdefault(case_of(row), {})[row.provider] = row
     return found
 
 
@@ -81,121 +85,95 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def speeds(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
-    """TFLOP/s of every provider in every case, and the first of ours against the best peer."""
+def speeds(rows: Sequence[Row], title: str, ours: Sequence[str]) -> Table:
+    """TFLOP/s of every provider in every case, and the best peer's time over that of the first of ours."""
     names = list(dict.fromkeys(row.provider for row in rows))
     headings = [name.replace("streamattn-", "").replace("sdpa_", "") for name in names]
-    table = _table(f"{column}, TFLOP/s", "case", "D", "mask", "shape", *headings)
+    table = _table(f"{title}, TFLOP/s", "case", "D", "mask", "shape", *headings)
     if ours:
-        table.add_column("to best")
+        table.add_column("speedup")
     for row, case in _cases(rows).items():
         heads = (
             f"{row.num_heads}" if row.num_heads == row.num_kv_heads else f"{row.num_heads}:{row.num_kv_heads}"
         )
         cells = []
         for name in names:
-            each = case.get(name)
-            speed = getattr(each, f"{column}_tflops", None)
+            speed = case[name].tflops if name in case else None
             cells.append("-" if speed is None else f"{speed:.{0 if speed >= 10.0 else 3}f}")
         if ours:
-            ratio = getattr(case.get(ours[0]), f"{column}_to_best", None)
+            ratio = case[ours[0]].speedup if ours[0] in case else None
             cells.append("-" if ratio is None else f"{ratio:.2f}")
         shape = f"{row.batch}x{row.seq_len}x{heads}"
         table.add_row(row.case, str(row.head_dim), row.label, shape, *cells)
     return table
 
 
-def bandwidths(rows: Sequence[Row], column: str) -> Table:
+def bandwidths(rows: Sequence[Row], title: str) -> Table:
     """GB/s of keys and values read, of every provider that decodes."""
     decoded = [row for row in rows if row.case == "decode"]
     names = list(dict.fromkeys(row.provider for row in decoded))
-    table = _table(f"{column}, GB/s of k and v", "D", "shape", "MiB", *names)
+    table = _table(f"{title}, GB/s of k and v", "D", "shape", "MiB", *names)
     for row, case in _cases(decoded).items():
-        times = [getattr(case.get(name), f"{column}_ms", None) for name in names]
+        times = [case[name].median_ms if name in case else None for name in names]
         cells = ["-" if ms is None else f"{row.kv_bytes() / ms / 1e6:.0f}" for ms in times]
         shape = f"{row.batch}x{row.seq_len}x{row.num_heads}:{row.num_kv_heads}"
         table.add_row(str(row.head_dim), shape, f"{row.kv_bytes() / 2**20:.0f}", *cells)
     return table
 
 
-def means(rows: Sequence[Row], column: str, ours: Sequence[str]) -> Table:
-    """Geometric means of the sweep against the best peer of each case, and the worst case."""
-    table = _table(f"{column}, best peer's time / ours", "provider", "D", "full", "causal", "both", "least")
-    for name in ours:
-        for head_dim in dict.fromkeys(row.head_dim for row in rows):
-            ratios = {
-                causal: [
-                    ratio
-                    for row in rows
-                    if (row.case, row.provider, row.head_dim, row.causal) == ("sweep", name, head_dim, causal)
-                    and (ratio := getattr(row, f"{column}_to_best")) is not None
-                ]
-                for causal in (False, True)
-            }
-            both = [*ratios[False], *ratios[True]]
-            if both:
-                sides = (ratios[False], ratios[True], both)
-                cells = [f"{geometric_mean(each):.3f}" if each else "-" for each in sides]
-                table.add_row(name, str(head_dim), *cells, f"{min(both):.3f}")
+def means(rows: Sequence[Row], title: str, ours: Sequence[str]) -> Table:
+    """Geometric means of a set against the best peer of each case, and the worst case."""
+    headings = ("case", "provider", "D", "full", "causal", "both", "least")
+    table = _table(f"{title}, best peer's time / ours", *headings)
+    for case in ("sweep", "single", "headless"):
+        mine = [row for row in rows if row.case == case and row.provider in ours and row.speedup is not None]
+        for group in dict.fromkeys((row.provider, row.head_dim) for row in mine):
+            here = [row for row in mine if (row.provider, row.head_dim) == group]
+            sides = [[row for row in here if not row.causal], [row for row in here if row.causal], here]
+            ratios = [[row.speedup for row in side if row.speedup is not None] for side in sides]
+            cells = [f"{geometric_mean(each):.3f}" if each else "-" for each in ratios]
+            table.add_row(case, *map(str, group), *cells, f"{min(ratios[-1]):.3f}")
     return table
 
 
-def costs(rows: Sequence[Row], column: str) -> Table:
+def costs(rows: Sequence[Row], title: str) -> Table:
     """The time under a pattern over the time of the same provider without it, in the sets that hold both."""
-    table = _table(f"{column}, costs of patterns", "case", "D", "pattern", "provider", "time / without")
-    plain = {(row.case, row.head_dim, row.provider): row for row in rows if _case(row).plain}
+    table = _table(f"{title}, costs of patterns", "case", "D", "pattern", "provider", "time / without")
+    plain = {(row.case, row.dtype, row.head_dim, row.provider): row for row in rows if row.plain}
     for row in rows:
-        without = plain.get((row.case, row.head_dim, row.provider))
-        if _case(row).plain or without is None:
+        without = plain.get((row.case, row.dtype, row.head_dim, row.provider))
+        if row.plain or without is None or row.median_ms is None or without.median_ms is None:
             continue
-        times = [getattr(each, f"{column}_ms") for each in (row, without)]
-        if None not in times:
-            ratio = f"{times[0] / times[1]:.3f}"
-            table.add_row(row.case, str(row.head_dim), _case(row).label, row.provider, ratio)
-    return table
-
-
-def totals(rows: Sequence[Row], ours: Sequence[str]) -> Table:
-    """Forward and backward together: the first of ours beside the fastest peer that did both."""
-    table = _table(
-        "forward + backward, ms", "case", "D", "mask", "S", "ours", "best peer", "its", "ours / its"
-    )
-    for row, case in _cases(rows).items():
-        sums = {
-            name: each.forward_ms + each.backward_ms
-            for name, each in case.items()
-            if each.forward_ms is not None and each.backward_ms is not None
-        }
-        best = min(sums.keys() - set(ours), key=sums.__getitem__, default=None)
-        if best is not None and ours and ours[0] in sums:
-            cells = (f"{sums[ours[0]]:.3f}", best, f"{sums[best]:.3f}", f"{sums[ours[0]] / sums[best]:.3f}")
-            table.add_row(row.case, str(row.head_dim), row.label, str(row.seq_len), *cells)
+        ratio = f"{row.median_ms / without.median_ms:.3f}"
+        table.add_row(row.case, str(row.head_dim), row.label, row.provider, ratio)
     return table
 
 
 def notes(rows: Sequence[Row]) -> Table:
     """What was not measured, and why."""
-    table = _table("not measured", "provider", "why", "cases")
-    found: dict[tuple[str, str], int] = {}
+    table = _table("not measured", "provider", "pass", "why", "cases")
+    found: dict[tuple[str, str, str], int] = {}
     for row in rows:
         if row.status != "ok":
-            found[row.provider, row.status] = found.get((row.provider, row.status), 0) + 1
-    for (name, why), count in found.items():
-        table.add_row(name, why, str(count))
+            key = (row.provider, row.part, row.status)
+            found[key] = found.get(key, 0) + 1
+    for key, count in found.items():
+        table.add_row(*key, str(count))
     return table
 
 
-def report(rows: Sequence[Row], columns: Sequence[str], ours: Sequence[str]) -> Iterator[Table]:
+def report(rows: Sequence[Row], ours: Sequence[str]) -> Iterator[Table]:
     """All tables that have a line.
 
     Args:
         rows: of one run.
-        columns: beginnings of the names of their fields, such as ``forward_graph``.
         ours: providers that are measured against the others, the most important one first.
     """
     found = [notes(rows)]
-    for column in columns:
-        found += [speeds(rows, column, ours), costs(rows, column), means(rows, column, ours)]
-        found.append(bandwidths(rows, column))
-    found.append(totals(rows, ours))
+    for part, dtype, timer in dict.fromkeys((row.part, row.dtype, row.timer) for row in rows):
+        title = f"{part}, {dtype}" if timer == "events" else f"{part}, {dtype}, {timer}"
+        mine = [row for row in rows if (row.part, row.dtype, row.timer) == (part, dtype, timer)]
+        found += [speeds(mine, title, ours), costs(mine, title), means(mine, title, ours)]
+        if part == "forward":
+            found.append(bandwidths(mine, title))
     yield from (table for table in found if table.row_count)

@@ -1,8 +1,8 @@
-"""How it is measured: medians of CUDA events around single calls, or of replays of a CUDA graph of many.
+"""How it is measured: CUDA events around single calls, or around replays of a CUDA graph of many; memory.
 
 A timer prepares a call once and returns what measures it, so that contestants can take turns. Times are
 milliseconds of the current stream, which must not be the default one (graphs are captured on it); on the CPU
-those of the host's clock.
+those of the host's clock. What the machine could do at most is measured too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 GRAPH_MS = 8.0
 """About how long a replay takes: long beside the launch of a graph."""
@@ -19,12 +20,12 @@ MOST_CALLS = 100
 """In a graph."""
 
 Work = Callable[[], object]
-Measure = Callable[[], float]
+Measure = Callable[[], list[float]]
 Timer = Callable[[Work, int], Measure]
-"""(work, repeats) -> what gives the median time of one piece of work."""
+"""(work, repeats) -> what gives the times of so many pieces of work."""
 
 
-def _median(work: Work, before: Work, repeats: int) -> float:
+def _times(work: Work, before: Work, repeats: int) -> list[float]:
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in pairs:
         before()
@@ -32,7 +33,7 @@ def _median(work: Work, before: Work, repeats: int) -> float:
         work()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 def events(work: Work, repeats: int) -> Measure:
@@ -43,50 +44,83 @@ def events(work: Work, repeats: int) -> Measure:
     for _ in range(3):
         work()
 
-    def measure() -> float:
+    def measure() -> list[float]:
         scratch = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-        return _median(work, scratch.zero_, repeats)
+        return _times(work, scratch.zero_, repeats)
 
     return measure
 
 
 def graph(work: Work, repeats: int) -> Measure:
     """Calls one after another in a CUDA graph: no host time, and the cache as the call before left it."""
-    calls = min(MOST_CALLS, max(1, round(GRAPH_MS / events(work, 3)())))
+    calls = min(MOST_CALLS, max(1, round(GRAPH_MS / statistics.median(events(work, 3)()))))
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
         for _ in range(calls):
             work()
     captured.replay()
 
-    def measure() -> float:
-        return _median(captured.replay, lambda: None, repeats) / calls
+    def measure() -> list[float]:
+        return [ms / calls for ms in _times(captured.replay, lambda: None, repeats)]
 
     return measure
 
 
 def clock(work: Work, repeats: int) -> Measure:
     """Single calls on the CPU, by its own clock, with whatever its caches hold."""
-    work()
+    for _ in range(3):
+        work()
 
     def once() -> float:
         start = time.perf_counter()
         work()
         return (time.perf_counter() - start) * 1000.0
 
-    return lambda: statistics.median(once() for _ in range(repeats))
+    return lambda: [once() for _ in range(repeats)]
 
 
 TIMERS: dict[str, Timer] = {"events": events, "graph": graph}
+"""Of a GPU; on the CPU `clock` takes the place of ``events``."""
 
 
-def peak_mib(work: Work) -> float | None:
-    """The most memory in use during the work beyond that before it, in MiB; None without a GPU."""
+def footprint(
+    forward: Callable[[], Tensor], rest: Callable[[Tensor], object]
+) -> tuple[float | None, float | None]:
+    """Memory of a piece of work beyond that before it, in MiB; None and None without a GPU.
+
+    Args:
+        forward: the first part of it.
+        rest: the second, which is given what the first returned.
+
+    Returns:
+        What is held between the two, and the most in use.
+    """
     if not torch.cuda.is_available():
-        return None
+        rest(forward())
+        return None, None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    work()
+    out = forward()
     torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    held = torch.cuda.memory_allocated() - before
+    rest(out)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return round(held / 2**20, 1), round(peak / 2**20, 1)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """What this machine does at most: TFLOP/s of a matrix product of a dtype, and GB/s of a copy.
+
+    A copy reads and writes; both count. Small on a CPU.
+    """
+    gpu = device.type == "cuda"
+    size, elements = (8192, 1 << 28) if gpu else (256, 1 << 20)
+    prepare = TIMERS["events"] if gpu else clock
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product_ms = min(prepare(lambda: a @ b, 5)())
+    of = torch.zeros(elements, device=device)
+    to = torch.empty_like(of)
+    copy_ms = min(prepare(lambda: to.copy_(of), 5)())
+    return 2 * size**3 / product_ms / 1e9, 2 * of.nbytes / copy_ms / 1e6

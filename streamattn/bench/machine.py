@@ -1,15 +1,12 @@
-"""Where measurements go, a CSV file with a line for each, and on what machine they were made."""
+"""On what machine measurements are made."""
 
 from __future__ import annotations
 
-import csv
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 import torch
 
@@ -60,33 +57,3 @@ def ask_driver(what: str) -> Callable[[float], str | None]:
         return text.strip() if process.returncode == 0 else None
 
     return answer
-
-
-@contextmanager
-def csv_file(path: str, row: type) -> Iterator[Callable[[Any], None]]:
-    """A CSV file that holds every line as soon as it is written, so that a run that is killed loses none.
-
-    Args:
-        path: of the file; an older one is replaced when the first line is there, or the block ends without.
-        row: the dataclass of the lines; the names of its fields are those of the columns.
-
-    Yields:
-        What writes one line; None is an empty cell.
-    """
-    with ExitStack() as stack:
-        writer: csv.DictWriter[str] | None = None
-
-        def begin() -> csv.DictWriter[str]:
-            file = stack.enter_context(open(path, "w", buffering=1, newline="", encoding="utf-8"))
-            begun = csv.DictWriter(file, [field.name for field in fields(row)], lineterminator="\n")
-            begun.writeheader()
-            return begun
-
-        def write(line: Any) -> None:
-            nonlocal writer
-            writer = writer or begin()
-            writer.writerow(asdict(line))
-
-        yield write
-        if writer is None:
-            begin()

@@ -1,0 +1,236 @@
+"""One case: its contestants are judged, timed in turns, and written down.
+
+All providers run a case on the same inputs and take turns; of a provider's turns the one of the least median
+counts. What fails the gate is not timed. What a peer can't do, and memory that doesn't suffice, are noted in
+a row's ``status``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamattn.bench.cases import DTYPES, Case, precision
+from streamattn.bench.gate import Gate, WrongResult
+from streamattn.bench.machine import ask_driver
+from streamattn.bench.providers import Call, Provider, Unsupported, find, first_line
+from streamattn.bench.resume import Stamp, stamp
+from streamattn.bench.tables import Row
+from streamattn.bench.timers import TIMERS, Measure, ceilings, clock, footprint
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with each case.
+
+    Attributes:
+        passes: names in `PASSES`.
+        timers: names in `TIMERS`.
+        repeats: pieces of work of a turn.
+        rounds: turns of each provider.
+        device: ``cuda`` or ``cpu``.
+    """
+
+    passes: Sequence[str]
+    timers: Sequence[str]
+    repeats: int
+    rounds: int
+    device: str
+
+
+@dataclass
+class Entry:
+    """One pass of one provider; the turns of each timer."""
+
+    name: str
+    provider: Provider
+    part: str
+    status: str = "ok"
+    backend: str | None = None
+    error: float | None = None
+    held_mib: float | None = None
+    peak_mib: float | None = None
+    measures: dict[str, Measure] = field(default_factory=dict)
+    turns: dict[str, list[list[float]]] = field(default_factory=dict)
+
+
+def steps(
+    part: str, call: Call, inputs: Inputs
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], tuple[Tensor, ...] | None]]:
+    """The forward of a pass, and what follows it: gradients, or nothing."""
+    q, k, v, dout = inputs
+    if part == "forward":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call(q, k, v)
+
+        return forward, lambda out: None
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return lambda: call(*leaves), lambda out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def prepared(part: str, call: Call, inputs: Inputs) -> Callable[[], object]:
+    """The piece of work that is timed; for the backward the forward has been run once."""
+    forward, rest = steps(part, call, inputs)
+    if part == "forward":
+        return forward
+    if part == "both":
+        return lambda: rest(forward())
+    out = forward()
+    return lambda: rest(out)
+
+
+def enter(name: str, provider: Provider, gate: Gate, inputs: Inputs, plan: Plan) -> list[Entry]:
+    """Checks a provider on the gate's case and prepares its measurements, each pass by itself.
+
+    What it can't do is noted, and ours is wrong where it fails at anything but memory.
+    """
+    entries = [Entry(name, provider, part) for part in plan.passes]
+    call: Call | None = None
+    for entry in entries:
+        backward = entry.part != "forward"
+        try:
+            call = call or provider.bind(gate.case, inputs[0].device)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's, of each backend that it can't use
+                error = gate.check(provider.bind, call, backward)
+            entry.held_mib, entry.peak_mib = footprint(*steps(entry.part, call, inputs))
+            work = prepared(entry.part, call, inputs)
+            for timer in plan.timers:
+                prepare = clock if plan.device == "cpu" else TIMERS[timer]
+                entry.measures[timer] = prepare(work, plan.repeats)
+            entry.error = float(f"{error:.3g}")
+            asked = provider.backend
+            entry.backend = name if asked is None else asked(gate.case, *inputs[:3], backward)
+        except Unsupported as error:
+            entry.status = f"unsupported: {error}"
+        except WrongResult as error:
+            entry.status = f"wrong: {error}"
+        except torch.OutOfMemoryError:
+            entry.status = "out of memory"
+        except Exception as error:  # a peer may fail in any way, and that is a result
+            entry.status = f"{'wrong: fails: ' if provider.ours else ''}{first_line(error)}"
+        if entry.status != "ok":
+            entry.measures.clear()
+    return entries
+
+
+def compete(entries: Iterable[Entry], rounds: int) -> str | None:
+    """Lets them take turns, every second round the other way around.
+
+    Returns:
+        The GPU's clock in MHz, asked for when the last round began; None where that is not known soon after.
+    """
+    order = list(entries)
+    clock = None
+    for turn in range(rounds):
+        if turn == rounds - 1:
+            clock = ask_driver("clocks.sm")
+        for entry in order:
+            with entry.provider.around():
+                for timer, measure in entry.measures.items():
+                    entry.turns.setdefault(timer, []).append(measure())
+        order.reverse()
+    return None if clock is None else clock(0.5)
+
+
+def figures_of(
+    case: Case, part: str, turns: Sequence[list[float]], most: tuple[float, float]
+) -> dict[str, Any]:
+    """The columns of a row that follow from its times.
+
+    Args:
+        case: what was measured.
+        part: a name in `PASSES`.
+        turns: milliseconds of each piece of work, by turn.
+        most: TFLOP/s of a product and GB/s of a copy, as `ceilings` measures them.
+    """
+    best = min(turns, key=statistics.median)
+    p20, ms, p80 = np.quantile(best, (0.2, 0.5, 0.8)).tolist()
+    flops, moved = case.flops(part), case.moved(part)
+    speed, bandwidth = flops / ms / 1e9, moved / ms / 1e6
+    return dict(
+        median_ms=round(ms, 4),
+        p20_ms=round(p20, 4),
+        p80_ms=round(p80, 4),
+        tflops=round(speed, 1 if speed >= 10.0 else 4),
+        peak_share=round(speed / most[0], 4),
+        flop_per_byte=round(flops / moved, 2),
+        gb_s=round(bandwidth, 1),
+        copy_share=round(bandwidth / most[1], 4),
+        spread=round(max(map(statistics.median, turns)) / ms - 1.0, 3),
+    )
+
+
+def rows_of(
+    case: Case, entries: Sequence[Entry], plan: Plan, most: tuple[float, float], on: Stamp
+) -> list[Row]:
+    """The lines of a case that was run, in the order of provider, pass and timer."""
+    best: dict[tuple[str, str], float] = {}
+    for entry in entries:
+        for timer, turns in entry.turns.items():
+            if not entry.provider.ours:
+                least = min(map(statistics.median, turns))
+                best[entry.part, timer] = min(least, best.get((entry.part, timer), float("inf")))
+    rows = []
+    for entry in entries:
+        for timer in plan.timers:
+            figures: dict[str, Any] = {}
+            if timer in entry.turns:
+                figures = figures_of(case, entry.part, entry.turns[timer], most)
+                least = min(map(statistics.median, entry.turns[timer]))
+                if (entry.part, timer) in best:
+                    figures["speedup"] = round(best[entry.part, timer] / least, 3)
+                memory = dict(held_mib=entry.held_mib, peak_mib=entry.peak_mib)
+                figures |= dict(backend=entry.backend, error=entry.error, **memory)
+            rows.append(
+                Row(
+                    **asdict(on),
+                    **asdict(case),
+                    provider=entry.name,
+                    version=entry.provider.version,
+                    part=entry.part,
+                    timer=timer,
+                    status=entry.status,
+                    **figures,
+                )
+            )
+    return rows
+
+
+def contest(case: Case, providers: Mapping[str, Provider], plan: Plan) -> list[Row]:
+    """Runs a case in this process.
+
+    Args:
+        case: what is measured.
+        providers: who takes part, by name.
+        plan: what is done with it.
+    """
+    device = torch.device(plan.device)
+    stream = nullcontext() if plan.device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
+    with stream, precision(case.dtype):
+        most = ceilings(device, DTYPES[case.dtype])
+        inputs = case.tensors(device)
+        gate = Gate(case, inputs)
+        entries: list[Entry] = []
+        for name, provider in providers.items():
+            with provider.around():
+                entries += enter(name, provider, gate, inputs, plan)
+        clock = compete(entries, plan.rounds)
+    return rows_of(case, entries, plan, most, stamp(plan.device, clock))
+
+
+def measure(case: Case, names: Sequence[str], plan: Plan) -> list[Row]:
+    """Runs a case in this process; as `contest`, of the providers of these names that can run here."""
+    return contest(case, find(list(names))[0], plan)

@@ -1,0 +1,207 @@
+"""One case: who is judged and timed, in which turns, and what its rows say, with clocks that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamattn import attention
+from streamattn.bench import contest as module
+from streamattn.bench.cases import Case
+from streamattn.bench.contest import Plan, contest, figures_of, measure, prepared, steps
+from streamattn.bench.providers import Call, Provider, Unsupported
+from streamattn.bench.tables import Row
+
+CPU = torch.device("cpu")
+CASE = Case("sweep", "float32", 2, 4, 2, 32, 16, True)
+PLAN = Plan(("forward",), ("events",), 3, 2, "cpu")
+MOST = (2.0, 500.0)
+SPEEDS = {"ours": 1.0, "slow": 4.0, "fast": 2.0}
+
+clock: list[float] = []
+turns: list[float] = []
+
+
+@pytest.fixture(autouse=True)
+def imagined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks show the entered provider's time, half as long again the second time; three calls around it."""
+    clock.clear()
+    turns.clear()
+
+    def prepare(work: Callable[[], object], repeats: int) -> Callable[[], list[float]]:
+        found = work()
+        factor = 1.0 if isinstance(found, Tensor) else 4.0
+        slower = iter([1.0, 1.5])
+
+        def measure() -> list[float]:
+            turns.append(clock[-1])
+            ms = clock[-1] * factor * next(slower)
+            return [ms, 1.1 * ms, 0.9 * ms]
+
+        return measure
+
+    monkeypatch.setattr(module, "clock", prepare)
+    monkeypatch.setattr(module, "ceilings", lambda device, dtype: MOST)
+
+
+def provider(
+    time: float, ours: bool = False, change: Callable[[Tensor], Tensor] | None = None, causal: bool = True
+) -> Provider:
+    """Attention on whose clock a forward takes ``time`` milliseconds and all else four times that."""
+
+    @contextmanager
+    def around():
+        clock.append(time)
+        yield
+        clock.pop()
+
+    def bind(case: Case, device: torch.device) -> Call:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = attention(q, k, v, causal=causal)
+            return out if change is None else change(out)
+
+        return call
+
+    return Provider(bind, "version 1", ours, around)
+
+
+OTHERS = {"ours": provider(1.0, ours=True), "slow": provider(4.0), "fast": provider(2.0)}
+
+
+def test_rows_have_times_speeds_and_speedups() -> None:
+    rows = contest(CASE, OTHERS, replace(PLAN, passes=("forward", "backward", "both")))
+    assert [(row.provider, row.part) for row in rows] == [
+        (name, part) for name in OTHERS for part in ("forward", "backward", "both")
+    ]
+    for row in rows:
+        ms = SPEEDS[row.provider] * (1.0 if row.part == "forward" else 4.0)
+        assert (row.median_ms, row.status, row.timer) == (ms, "ok", "events")
+        assert (row.p20_ms, row.p80_ms) == pytest.approx((0.94 * ms, 1.06 * ms))
+        assert row.speedup == 2.0 / SPEEDS[row.provider]
+        assert row.spread == 0.5
+        assert row.backend == row.provider
+        assert row.error is not None
+        assert 0.0 < row.error < 1e-5
+        assert (row.case, row.causal, row.num_kv_heads, row.version) == ("sweep", True, 2, "version 1")
+        assert (row.device, row.torch, row.held_mib) == ("CPU", torch.__version__, None)
+
+
+def test_figures_are_of_the_quickest_turn_and_of_what_the_machine_can() -> None:
+    found = figures_of(CASE, "forward", [[3.0, 2.0, 4.0], [9.0, 8.0, 7.0]], MOST)
+    speed, moved = CASE.flops("forward") / 3e-3, CASE.moved("forward") / 3e-3
+    assert found["median_ms"] == 3.0
+    assert (found["p20_ms"], found["p80_ms"]) == pytest.approx((2.4, 3.6))
+    assert found["tflops"] == pytest.approx(speed / 1e12, abs=1e-4)
+    assert found["peak_share"] == pytest.approx(speed / 2e12, abs=1e-4)
+    assert found["gb_s"] == pytest.approx(moved / 1e9, abs=0.1)
+    assert found["copy_share"] == pytest.approx(moved / 500e9, abs=1e-4)
+    assert found["flop_per_byte"] == pytest.approx(speed / moved, abs=0.01)
+    assert found["spread"] == pytest.approx(8 / 3 - 1, abs=1e-3)
+
+
+def test_providers_take_turns_the_second_time_the_other_way_around() -> None:
+    contest(CASE, OTHERS, PLAN)
+    assert turns == [1.0, 4.0, 2.0, 2.0, 4.0, 1.0]
+
+
+def test_passes_are_pieces_of_work_of_their_own() -> None:
+    inputs, calls = CASE.tensors(CPU), []
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(q.requires_grad)
+        return attention(q, k, v, causal=True)
+
+    prepared("forward", call, inputs)()
+    assert calls == [False]
+    backward = prepared("backward", call, inputs)
+    assert calls == [False, True], "run once before"
+    gradients = [backward(), backward()]
+    assert calls == [False, True]
+    both = prepared("both", call, inputs)
+    gradients.append(both())
+    assert calls == [False, True, True]
+    forward, rest = steps("both", call, inputs)
+    gradients.append(rest(forward()))
+    for found in gradients:
+        assert isinstance(found, tuple)
+        torch.testing.assert_close(found, gradients[0])
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_is_wrong_is_not_timed(ours: bool) -> None:
+    wrong = provider(0.1, ours, change=lambda out: out * 1.1)
+    rows = {row.provider: row for row in contest(CASE, OTHERS | {"wrong": wrong}, PLAN)}
+    assert rows["wrong"].status.startswith("wrong: out is off by 1.0e-01")
+    assert rows["wrong"].median_ms is rows["wrong"].tflops is rows["wrong"].error is None
+    assert 0.1 not in turns
+    assert rows["ours"].speedup == 2.0, "it is no peer"
+
+
+def test_another_pattern_is_wrong() -> None:
+    (row,) = contest(CASE, {"full": provider(1.0, causal=False)}, PLAN)
+    assert row.status.startswith("wrong: out is off")
+
+
+def test_what_a_peer_cannot_do_is_noted_and_ours_is_wrong() -> None:
+    def failing(ours: bool, error: Exception) -> Provider:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            raise error
+
+        return Provider(lambda case, device: call, "version 2", ours)
+
+    def unable(case: Case, device: torch.device) -> Call:
+        raise Unsupported("it has no heads")
+
+    def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.requires_grad:
+            raise RuntimeError("no backward\nin this build")
+        return attention(q, k, v, causal=True)
+
+    providers = {
+        "broken": failing(False, RuntimeError("bad\nluck")),
+        "full": failing(True, torch.OutOfMemoryError("no room")),
+        "unable": Provider(unable, "version 3"),
+        "half": replace(provider(3.0), bind=lambda case, device: forward_only),
+        "ours": failing(True, ValueError("lost")),
+    }
+    rows = contest(CASE, providers, replace(PLAN, passes=("forward", "backward")))
+    assert {row.provider: row.status for row in rows if row.part == "backward"} == {
+        "broken": "RuntimeError: bad",
+        "full": "out of memory",
+        "unable": "unsupported: it has no heads",
+        "half": "RuntimeError: no backward",
+        "ours": "wrong: fails: ValueError: lost",
+    }
+    forward, backward = (row for row in rows if row.provider == "half")
+    assert (forward.median_ms, forward.status, forward.speedup) == (3.0, "ok", 1.0)
+    assert backward.median_ms is None
+
+
+def test_a_provider_with_a_choice_says_what_served_it() -> None:
+    chooses = replace(provider(1.0), backend=lambda case, q, k, v, backward: f"{case.case} {backward}")
+    rows = contest(CASE, {"it": chooses}, replace(PLAN, passes=("forward", "both")))
+    assert [row.backend for row in rows] == ["sweep False", "sweep True"]
+
+
+def test_a_case_is_measured_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real clock, and products of TF32 in its own cases alone."""
+    monkeypatch.undo()
+    seen: list[str] = []
+
+    def noting(case: Case, device: torch.device) -> Call:
+        seen.append(torch.get_float32_matmul_precision())
+        return lambda q, k, v: attention(q, k, v, causal=True)
+
+    monkeypatch.setitem(module.find.__globals__["PROVIDERS"], "fa4", lambda: Provider(noting, "1"))
+    plan = Plan(("forward", "both"), ("events",), 2, 1, "cpu")
+    rows: list[Row] = []
+    for dtype in ("float32", "tf32"):
+        rows += measure(replace(CASE, dtype=dtype), ["fa4"], plan)
+    assert seen == ["highest", "high"]
+    assert all(row.median_ms and row.peak_share and row.copy_share and row.spread == 0.0 for row in rows)
+    assert [row.part for row in rows] == ["forward", "both"] * 2
