@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 
 from streamattn import bench, cli
-from streamattn.bench import comm, ddp, decode_layer, e2e, memory, models, precision, report, runner
+from streamattn.bench import (
+    comm,
+    ddp,
+    decode_layer,
+    e2e,
+    memory,
+    models,
+    parallel,
+    precision,
+    readme,
+    report,
+    runner,
+)
 
 MODULES = {
     "kernel": runner,
+    "decode": runner,
+    "wide": runner,
+    "parallel": parallel,
     "model": models,
     "e2e": e2e,
     "memory": memory,
@@ -17,6 +32,7 @@ MODULES = {
     "ddp": ddp,
     "report": report,
     "decode-layer": decode_layer,
+    "readme": readme,
 }
 
 
@@ -26,7 +42,8 @@ def test_every_benchmark_is_listed_here() -> None:
 
 @pytest.mark.parametrize(("name", "module"), MODULES.items())
 def test_arguments_and_status_pass_through(name: str, module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "main", lambda argv: 7 if argv == ["--csv", "x.csv"] else 0)
+    first = ["--cases", name] if name in ("decode", "wide") else []
+    monkeypatch.setattr(module, "main", lambda argv: 7 if argv == [*first, "--csv", "x.csv"] else 0)
     assert cli.main(["bench", name, "--csv", "x.csv"]) == 7
 
 

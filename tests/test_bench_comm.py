@@ -47,6 +47,28 @@ def test_bandwidths() -> None:
     assert row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, None, "no").bus_gb_s is None
 
 
+def test_copies_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+
+    def copy(*arguments: object) -> float:
+        made.append(arguments[:3])
+        return 2.0
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(comm, "copy", copy)
+    monkeypatch.setattr(comm, "group", lambda *arguments: [])
+    path = tmp_path / "x.csv"
+    command = ["bench", "comm", "--csv", str(path), "--megabytes", "1", "8"]
+    for _ in range(2):
+        assert cli.main(command) == 0
+    directions = ("host_to_device", "device_to_host")
+    wanted = [(way, kind, mb) for mb in (1, 8) for kind in ("pinned", "pageable") for way in directions]
+    assert made == wanted
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["operation"], row["backend"], int(row["megabytes"])) for row in rows] == wanted
+    assert [row["bus_gb_s"] for row in rows] == ["0.5"] * 4 + ["4.0"] * 4
+
+
 class Lone:
     """A group of one process that believes to be the second of two."""
 

@@ -161,6 +161,11 @@ MAY_IMPORT = {
     "streamattn.bench.machine": (),
     "streamattn.bench.tables": ("streamattn.bench.cases", "streamattn.bench.resume"),
     "streamattn.bench.timers": (),
+    "streamattn.bench.parallel": (
+        "streamattn.bench.*",
+        "streamattn.parallel.__main__",
+        "streamattn.parallel.functional",
+    ),
     "streamattn.bench.tile_sweep": ("streamattn.bench.*", "streamattn.kernels.tiles"),
     "streamattn.bench.*": (
         "streamattn.bench.*",
@@ -179,6 +184,7 @@ MAY_IMPORT_LAZILY = {
     "streamattn.ops": ("streamattn.reference", "streamattn.kernels.*"),
     "streamattn.cli": ("streamattn", "streamattn.*"),
     "streamattn.bench": ("streamattn.bench.*",),
+    "streamattn.bench.readme": ("streamattn.bench",),
     "streamattn.bench.tile_sweep": ("streamattn.kernels.launch",),
 }
 

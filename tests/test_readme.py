@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamattn import attention, cli, finetune
+from streamattn.bench.readme import COMMANDS, figures
 from streamattn.bench.tables import Row
 from streamattn.dispatch import Backend
 from tests.finetune_jobs import write_job
@@ -142,23 +143,19 @@ def test_figures_are_those_of_the_csv() -> None:
     assert set(measured[0]) == {field.name for field in fields(Row)}
     for row in measured:
         assert row["status"] == "ok" or (row["provider"], row["part"]) == ("fa3", "backward"), row
-    rows = re.findall(
-        r"^\| (\d+) (full|causal) \| (\d+) \| (.+) \| (.+) \| (.+) \| (\d+) \|$", README, re.MULTILINE
-    )
-    assert len(rows) == 12
-    for head_dim, mask, seq_len, *figures in rows:
-        providers = ("streamattn", "sdpa_flash", "sdpa_cudnn", "fa3")
-        for provider, figure in zip(providers, figures, strict=True):
-            case = {
-                "case": "sweep",
-                "head_dim": head_dim,
-                "causal": str(mask == "causal"),
-                "seq_len": seq_len,
-                "provider": provider,
-            }
-            found = [row for row in measured if case.items() <= row.items() and row["tflops"]]
-            assert [row["part"] for row in found] == ["forward", "backward"][: len(found)]
-            assert figure == " / ".join(f"{float(row['tflops']):.0f}" for row in found)
+    text = " ".join(README.split())
+    found = figures(ROOT / "docs" / "measurements")
+    assert len(found) == 12 + 5
+    for figure in found:
+        assert figure in text, figure
+    assert len(re.findall(r"^\| (\d+) (full|causal) \| .+ \|$", README, re.MULTILINE)) == 12
+
+
+def test_the_commands_of_the_figures_are_those_that_make_all_of_them() -> None:
+    shown = " ".join(README.replace("\\\n", " ").split())
+    for name, command in COMMANDS.items():
+        assert f"streamattn bench {' '.join(command)} --csv FILE" in shown
+        assert f"[{name}.csv](docs/measurements/{name}.csv)" in shown
 
 
 @pytest.mark.parametrize("causal", ["False", "True"])

@@ -33,6 +33,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from streamattn.bench import plots, report
 from streamattn.bench.arguments import positive, writable
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
@@ -444,6 +445,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--modes", nargs="+", choices=MODES, default=list(MODES) if gpu else ["eager"], help="how it runs")
     add("--repeats", type=positive, default=10 if gpu else 3, help="steps of a turn")
     add("--rounds", type=positive, default=2, help="turns of each contestant")
+    add("--plot", metavar="FOLDER", help="draw PNGs of the file there")
 
 
 def run(cases: Sequence[ModelCase], options: argparse.Namespace, command: str) -> int:
@@ -464,6 +466,8 @@ def run(cases: Sequence[ModelCase], options: argparse.Namespace, command: str) -
         raise SystemExit(
             f"{command}: needs a CUDA device, and none is visible; --device cpu measures the CPU"
         )
+    if options.plot:
+        plots.need_matplotlib(command)
     console, errors = Console(width=WIDTH), Console(width=WIDTH, stderr=True)
     bad = False
     try:
@@ -491,6 +495,9 @@ def run(cases: Sequence[ModelCase], options: argparse.Namespace, command: str) -
     except Mismatch as error:
         raise SystemExit(f"{command}: {error}") from None
     console.print(table(rows) if rows else "every case is in the file already", highlight=False)
+    if options.plot:
+        for path in report.draw(options.csv, options.plot):
+            console.print(path, highlight=False)
     return 1 if bad else 0
 
 

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,18 @@ def _positive(text: str) -> int:
     return number
 
 
-def _check(options: argparse.Namespace, device: torch.device) -> int:
-    """Print a line for each mode."""
-    rank, size, length = dist.get_rank(), dist.get_world_size(), options.seq_len
+def compared(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, list[float], float]]:
+    """Run one process's attention and then each mode, in every process of the group.
+
+    Args:
+        options: sizes, dtype and modes, as `main` reads them.
+        device: of this process.
+
+    Yields:
+        Name, errors and milliseconds; ``alone`` first. The errors are those of out, dq, dk and dv, the
+        largest of all processes; none for ``alone``, and where a mode can't serve these sizes.
+    """
+    size, length = dist.get_world_size(), options.seq_len
     dtype = getattr(torch, options.dtype)
     heads, kv_heads = options.num_heads, options.num_kv_heads or options.num_heads
     generator = torch.Generator().manual_seed(0)
@@ -96,21 +105,11 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
         return _step(streamattn.attention, q, k, v, dout)
 
     expected = alone()
-    alone_ms = _time(alone, device)
-    if rank == 0:
-        print(
-            f"{options.batch} x {length} tokens, {heads}:{kv_heads} heads of {options.head_dim}, {dtype}, "
-            f"causal, on {size} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}; "
-            f"forward and backward in one process {alone_ms:.2f} ms"
-        )
-        print(f"{'mode':<11}{'out':>9}{'dq':>9}{'dk':>9}{'dv':>9}{'ms':>10}{'speedup':>9}")
-    status = 2
+    yield "alone", [], _time(alone, device)
     for mode in options.modes:
         if mode == "ulysses" and heads % size:
-            if rank == 0:
-                print(f"{mode:<11} not checked: it needs a multiple of {size} query heads")
+            yield mode, [], 0.0
             continue
-        status = status % 2
         replicated = mode == "replicated"
         parts = [parallel.shard(q, dim=2), k, v, parallel.shard(dout, dim=2)]
         if not replicated:
@@ -126,12 +125,35 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
             [(a - b).abs().max() / size for a, b, size in zip(found, wanted, sizes, strict=True)]
         ).nan_to_num(nan=torch.inf)  # a maximum may lose a NaN
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-        milliseconds = _time(together, device)
+        yield mode, errors.tolist(), _time(together, device)
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> int:
+    """Print a line for each mode."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, options.dtype)
+    heads, kv_heads = options.num_heads, options.num_kv_heads or options.num_heads
+    alone_ms, status = 0.0, 2
+    for mode, errors, milliseconds in compared(options, device):
+        if mode == "alone":
+            alone_ms = milliseconds
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            what = (
+                f"{options.batch} x {options.seq_len} tokens, {heads}:{kv_heads} heads of {options.head_dim}"
+            )
+            line = (
+                f"{what}, {dtype}, causal, on {size} x {name}; "
+                f"forward and backward in one process {alone_ms:.2f} ms\n"
+                f"{'mode':<11}{'out':>9}{'dq':>9}{'dk':>9}{'dv':>9}{'ms':>10}{'speedup':>9}"
+            )
+        elif errors:
+            shown = "".join(f"{error:9.1e}" for error in errors)
+            line = f"{mode:<11}{shown}{milliseconds:10.2f}{alone_ms / milliseconds:9.2f}"
+            status = 1 if status == 1 or max(errors) > TOLERANCE[dtype] else 0
+        else:
+            line = f"{mode:<11} not checked: it needs a multiple of {size} query heads"
         if rank == 0:
-            shown = "".join(f"{error:9.1e}" for error in errors.tolist())
-            print(f"{mode:<11}{shown}{milliseconds:10.2f}{alone_ms / milliseconds:9.2f}")
-        if not bool((errors <= TOLERANCE[dtype]).all()):
-            status = 1
+            print(line)
     return status
 
 
