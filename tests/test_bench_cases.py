@@ -114,6 +114,19 @@ def test_decoding_is_one_query_on_a_cache() -> None:
     assert small.pairs() == 48
 
 
+def test_drafts_are_a_few_queries_on_the_same_caches() -> None:
+    cases = SETS["drafts"](SWEEP)
+    assert len(cases) == 4 * len(SETS["decode"](SWEEP))
+    assert {case.queries for case in cases} == {2, 4, 8, 16}
+    small = replace(cases[1], batch=2, num_heads=4, num_kv_heads=2, seq_len=48, head_dim=16)
+    q, k, v, dout = small.tensors(torch.device("cpu"))
+    assert (q.shape, dout.shape) == ((2, 4, 4, 16),) * 2
+    assert k.shape == v.shape == (2, 2, 48, 16)
+    assert small.pairs() == 4 * 48
+    assert replace(small, causal=True).pairs() == 45 + 46 + 47 + 48
+    assert small.label == "full q 4"
+
+
 def test_wide_heads_come_with_few_tokens_and_with_many() -> None:
     cases = SETS["wide"](SWEEP)
     few = [case for case in cases if case.dtype == "float32"]

@@ -40,6 +40,7 @@ ROW = Row(
     window=None,
     document=None,
     dropout_p=0.0,
+    queries=None,
     provider="streamattn",
     version="1",
     part="forward",
@@ -74,7 +75,7 @@ def test_decoding_is_told_in_bytes_of_the_cache() -> None:
     decoding = replace(ROW, case="decode", batch=1, num_heads=32, num_kv_heads=8, median_ms=0.02)
     peer = replace(decoding, provider="sdpa_flash", median_ms=None)
     assert lines(bandwidths([ROW, decoding, peer], "forward")) == [
-        ["128", "1x4096x32:8", "16", "839", "-"],
+        ["128", "4", "1x4096x32:8", "16", "839", "-"],
     ]
     assert not bandwidths([ROW, PEER], "forward").row_count
 

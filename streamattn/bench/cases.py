@@ -1,7 +1,7 @@
 """What is measured: cases, the sets of them that the command line names, their operations and their inputs.
 
 The work is that of FlashAttention's benchmarks: a constant number of tokens, heads times head_dim constant,
-storage [B, S, H, D], random data. As many queries as keys, but one where a cache is decoded: there the
+storage [B, S, H, D], random data. As many queries as keys, but few where a cache is decoded: there the
 bytes of keys and values count. TFLOP/s count 4 * D operations for each visible pair of query and key forward,
 2.5 times that backward; dropout changes nothing of that. One set is small enough for a CPU,
 the others are made so by `shrunk`.
@@ -39,12 +39,13 @@ class Case:
         batch: B.
         num_heads: query heads.
         num_kv_heads: key heads.
-        seq_len: S, keys of a row, and its queries, but in the set that decodes.
+        seq_len: S, keys of a row, and its queries, but where it decodes.
         head_dim: D.
         causal: whether a query sees no key after its own place.
         window: keys up to and including its own that a query sees; None = all.
         document: tokens of each of the documents that a row is packed of, a divisor of S; None = not packed.
         dropout_p: probability of dropping an attention weight.
+        queries: of a row that decodes, on a cache of S keys; None = as many as keys.
     """
 
     case: str
@@ -58,6 +59,7 @@ class Case:
     window: int | None = None
     document: int | None = None
     dropout_p: float = 0.0
+    queries: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -70,7 +72,7 @@ class Case:
     @property
     def q_len(self) -> int:
         """Queries of a row."""
-        return 1 if self.case == "decode" else self.seq_len
+        return self.queries or self.seq_len
 
     @property
     def plain(self) -> bool:
@@ -79,11 +81,15 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The pattern in few words, for a table: w = window, doc = tokens of a document, p = dropout."""
+        """The pattern in few words, for a table.
+
+        w = window, doc = tokens of a document, p = dropout, q = queries on a cache.
+        """
         words = ["causal" if self.causal else "full"]
         words += [f"w {self.window}"] if self.window is not None else []
         words += [f"doc {self.document}"] if self.document is not None else []
         words += [f"p {self.dropout_p}"] if self.dropout_p else []
+        words += [f"q {self.queries}"] if self.queries is not None else []
         return " ".join(words)
 
     def pairs(self) -> int:
@@ -119,7 +125,7 @@ class Case:
         queries, keys = (self.num_heads, self.q_len), (self.num_kv_heads, self.seq_len)
         q, k, v, dout = (
             torch.randn(self.batch, *sizes, self.head_dim, device=device, dtype=DTYPES[self.dtype])
-            if self.case == "decode"
+            if self.queries is not None
             else torch.randn(
                 self.batch, *sizes[::-1], self.head_dim, device=device, dtype=DTYPES[self.dtype]
             ).transpose(1, 2)
@@ -233,7 +239,16 @@ def _decode(options: Sweep) -> list[Case]:
         (64, 12, 12, 1024, 64),
         (1, 12, 12, 8192, 64),
     )
-    return [Case("decode", options.dtype, *shape, False) for shape in shapes]
+    return [Case("decode", options.dtype, *shape, False, queries=1) for shape in shapes]
+
+
+def _drafts(options: Sweep) -> list[Case]:
+    """The same caches, for the queries of tokens that another model guessed, or the last ones of a prompt."""
+    return [
+        replace(case, case="drafts", queries=queries)
+        for case in _decode(options)
+        for queries in (2, 4, 8, 16)
+    ]
 
 
 def _wide(options: Sweep) -> list[Case]:
@@ -276,12 +291,14 @@ SETS: dict[str, Callable[[Sweep], list[Case]]] = {
     "documents": _documents,
     "dropout": _dropout,
     "decode": _decode,
+    "drafts": _drafts,
     "wide": _wide,
     "single": _single,
     "headless": _headless,
     "cpu": _cpu,
 }
 """Sets of cases. Window, documents and dropout hold each pattern beside the same work without it: all keys,
-the documents as a batch, no dropout. Decode is one query on a cache. Wide heads come with few tokens, in
-float32, and with many, in the dtype that is asked for. ``single`` is one head of 128 to 65,536 tokens,
-``headless`` eight rows of one head. The last is one case in float32, whatever dtype is asked for."""
+the documents as a batch, no dropout. Decode is one query on a cache, ``drafts`` 2 to 16 on the same caches.
+Wide heads come with few tokens, in float32, and with many, in the dtype that is asked for. ``single`` is one
+head of 128 to 65,536 tokens, ``headless`` eight rows of one head. The last is one case in float32, whatever
+dtype is asked for."""

@@ -66,8 +66,8 @@ def _streamattn(backend: str) -> Provider:
             raise Unsupported("its kernels need an NVIDIA GPU")
         if backend in ("triton", "decode") and case.head_dim > MAX_TRITON_HEAD_DIM:
             raise Unsupported(f"its kernels take head dimensions up to {MAX_TRITON_HEAD_DIM}")
-        if backend == "decode" and case.case != "decode":
-            raise Unsupported("its kernel is for few queries: --cases decode")
+        if backend == "decode" and case.queries is None:
+            raise Unsupported("its kernel is for few queries: --cases decode drafts")
         if backend == "wide" and case.head_dim <= MAX_TRITON_HEAD_DIM:
             raise Unsupported(f"its kernels take head dimensions above {MAX_TRITON_HEAD_DIM}")
         segments = case.segments(device)

@@ -30,8 +30,8 @@ from streamattn.bench.timers import TIMERS
 
 COMMAND = "streamattn bench kernel"
 ON_CPU = ["cpu"]
-ON_GPU = [name for name in SETS if name not in ("cpu", "single", "headless")]
-"""What is measured where nothing is asked for; what has one head is asked for by name."""
+ON_GPU = [name for name in SETS if name not in ("cpu", "single", "headless", "drafts")]
+"""What is measured where nothing is asked for; what has one head, and drafts, are asked for by name."""
 WRITTEN_OUT = ("eager", "eager_compiled", "cupy")
 PEERS = [name for name in PROVIDERS if name not in WRITTEN_OUT]
 """Who takes part where nobody is asked for: who doesn't hold all scores in memory."""

@@ -110,14 +110,14 @@ def speeds(rows: Sequence[Row], title: str, ours: Sequence[str]) -> Table:
 
 def bandwidths(rows: Sequence[Row], title: str) -> Table:
     """GB/s of keys and values read, of every provider that decodes."""
-    decoded = [row for row in rows if row.case == "decode"]
+    decoded = [row for row in rows if row.queries is not None]
     names = list(dict.fromkeys(row.provider for row in decoded))
-    table = _table(f"{title}, GB/s of k and v", "D", "shape", "MiB", *names)
+    table = _table(f"{title}, GB/s of k and v", "D", "queries", "shape", "MiB", *names)
     for row, case in _cases(decoded).items():
         times = [case[name].median_ms if name in case else None for name in names]
         cells = ["-" if ms is None else f"{row.kv_bytes() / ms / 1e6:.0f}" for ms in times]
         shape = f"{row.batch}x{row.seq_len}x{row.num_heads}:{row.num_kv_heads}"
-        table.add_row(str(row.head_dim), shape, f"{row.kv_bytes() / 2**20:.0f}", *cells)
+        table.add_row(str(row.head_dim), str(row.queries), shape, f"{row.kv_bytes() / 2**20:.0f}", *cells)
     return table
 
 
