@@ -199,10 +199,11 @@ def test_decoding_is_timed_in_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert parse(["--csv", "x.csv", "--cases", "decode"]).timer == ["events"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert parse(["--csv", "x.csv", "--cases", "decode"]).timer == ["graph"]
+    assert parse(["--csv", "x.csv", "--cases", "drafts", "decode"]).timer == ["graph"]
     assert parse(["--csv", "x.csv", "--cases", "decode", "--timer", "events"]).timer == ["events"]
     options = parse(["--csv", "x.csv"])
     assert options.timer == ["events"]
-    assert options.cases == [name for name in SETS if name not in ("cpu", "single", "headless")]
+    assert options.cases == [name for name in SETS if name not in ("cpu", "single", "headless", "drafts")]
 
 
 def test_the_study_of_one_head_is_one_set() -> None:

@@ -72,7 +72,7 @@ def test_speeds_stand_side_by_side() -> None:
 
 
 def test_decoding_is_told_in_bytes_of_the_cache() -> None:
-    decoding = replace(ROW, case="decode", batch=1, num_heads=32, num_kv_heads=8, median_ms=0.02)
+    decoding = replace(ROW, queries=4, batch=1, num_heads=32, num_kv_heads=8, median_ms=0.02)
     peer = replace(decoding, provider="sdpa_flash", median_ms=None)
     assert lines(bandwidths([ROW, decoding, peer], "forward")) == [
         ["128", "4", "1x4096x32:8", "16", "839", "-"],

@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if on_cpu and options.tiles:
         raise SystemExit(f"{COMMAND}: --tiles needs a CUDA device; the CPU runs no kernel that has tiles")
     options.cases = options.cases or (ON_CPU if on_cpu else ON_GPU)
-    graph = options.tiles or options.cases == ["decode"]
+    graph = options.tiles or set(options.cases) <= {"decode", "drafts"}
     options.timer = options.timer or (["graph"] if graph and not on_cpu else ["events"])
     if on_cpu and options.timer != ["events"]:
         raise SystemExit(f"{COMMAND}: --timer graph needs a CUDA device; leave it out on the CPU")

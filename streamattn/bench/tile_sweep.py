@@ -67,7 +67,7 @@ def work(cases: Sequence[Case], plan: Plan) -> Iterator[tuple[Case, list[str], P
         if case.head_dim > max(tiles._TABLES["forward", "sm_90", 2]):
             continue
         kernels: dict[Pass, str] = {"forward": "forward", "dq": "backward", "dkdv": "backward"}
-        if case.case == "decode":
+        if case.queries is not None:
             kernels = {"decode": "forward"}
         for kernel, part in kernels.items():
             if part in plan.passes:
