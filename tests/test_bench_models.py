@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -86,6 +87,15 @@ def test_every_contestant_is_timed_and_judged(case: ModelCase) -> None:
             assert row.step_mean_ms == pytest.approx(total, rel=1e-2)
         else:
             assert row.forward_mean_ms is None
+
+
+def test_an_implementation_whose_package_is_missing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"flash_attention_2", "flash_attention_3", "flex_attention"} == set(contestants.ON_DEMAND)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", None)
+        rows = measure(TRAIN, ["sdpa", "flash_attention_2"], "cpu", repeats=1, rounds=1)
+    assert (rows[0].status, rows[1].step_median_ms) == ("ok", None)
+    assert rows[1].status.startswith("ImportError")
 
 
 def test_dropout_and_autocast() -> None:
@@ -196,9 +206,15 @@ def test_a_run_goes_on_where_it_stopped(
     assert len(list(csv.DictReader(path.open()))) == 8 * len(CONTESTANTS)
     assert "gpt2-nano, train 2x16, bfloat16, eager, warm-up 1" in " ".join(capsys.readouterr().out.split())
     ran.clear()
-    assert cli.main([*arguments, "--dtypes", "float32", "bfloat16"]) == 0
+    drawn: list[tuple[str, str]] = []
+    monkeypatch.setattr(models.report, "draw", lambda file, folder: drawn.append((file, folder)) or ["a.png"])
+    capsys.readouterr()
+    assert cli.main([*arguments, "--dtypes", "float32", "bfloat16", "--plot", "pictures"]) == 0
     assert ran == []
-    assert "in the file already" in capsys.readouterr().out
+    assert drawn == [(str(path), "pictures")]
+    shown = capsys.readouterr().out
+    assert "a.png" in shown
+    assert "in the file already" in shown
     assert cli.main([*arguments, "--dropout", "0.1"]) == 0
     assert len(ran) == 4, "float32 alone by default"
     assert len(list(csv.DictReader(path.open()))) == 12 * len(CONTESTANTS)

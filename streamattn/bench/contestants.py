@@ -27,6 +27,8 @@ from streamattn.bench.providers import Unsupported
 from streamattn.job import load_shape
 
 CONTESTANTS = ("eager", "sdpa", "sdpa_cudnn", "streamattn", "removed")
+ON_DEMAND = ("flex_attention", "flash_attention_2", "flash_attention_3")
+"""HuggingFace's other implementations, which compile by themselves or need a package."""
 PREFERRED = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

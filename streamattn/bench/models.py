@@ -35,7 +35,7 @@ from torch import Tensor
 
 from streamattn.bench import plots, report
 from streamattn.bench.arguments import positive, writable
-from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
+from streamattn.bench.contestants import CONTESTANTS, ON_DEMAND, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
 from streamattn.bench.machine import ask_driver
 from streamattn.bench.providers import Unsupported, first_line
@@ -441,7 +441,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu", help="where")
-    add("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="whose attention")
+    everyone = [*CONTESTANTS, *ON_DEMAND]
+    add("--contestants", nargs="+", choices=everyone, default=list(CONTESTANTS), help="whose attention")
     add("--modes", nargs="+", choices=MODES, default=list(MODES) if gpu else ["eager"], help="how it runs")
     add("--repeats", type=positive, default=10 if gpu else 3, help="steps of a turn")
     add("--rounds", type=positive, default=2, help="turns of each contestant")

@@ -1,0 +1,99 @@
+"""The benchmark's clocks, memory and gate on a GPU: known times and sizes, and what is wrong is refused."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamattn import attention
+from streamattn.bench import timers
+from streamattn.bench.cases import Case
+from streamattn.bench.contest import Plan, contest
+from streamattn.bench.providers import PROVIDERS, Call, Provider
+from streamattn.bench.tile_sweep import measure
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case("sweep", "bfloat16", 2, 4, 4, 1024, 64, True)
+PLAN = Plan(("forward", "backward", "both"), ("events", "graph"), 10, 2, "cuda")
+
+
+@pytest.mark.parametrize("name", ["events", "graph"])
+def test_a_sleep_of_known_length(name: str) -> None:
+    """The GPU waits for so many of its cycles: twice as many take twice as long, by each timer's clock."""
+
+    def ms(cycles: int) -> float:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return statistics.median(timers.TIMERS[name](lambda: torch.cuda._sleep(cycles), 5)())
+
+    one, two = ms(2_000_000), ms(4_000_000)
+    assert two == pytest.approx(2 * one, rel=0.1)
+    assert 0.5 < one < 4.0, "2 million cycles of 0.5 to 4 GHz"
+
+
+def test_memory_of_known_size() -> None:
+    def forward() -> Tensor:
+        scratch = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+        return torch.empty(2 * scratch.numel(), dtype=torch.uint8, device="cuda")
+
+    assert timers.footprint(forward, lambda out: torch.empty(10 << 20, dtype=torch.uint8, device="cuda")) == (
+        6.0,
+        16.0,
+    )
+
+
+def test_the_most_that_the_machine_does() -> None:
+    product, copy = timers.ceilings(torch.device("cuda"), torch.bfloat16)
+    assert product > 50.0
+    assert copy > 200.0
+
+
+def changed(change: Callable[[Tensor], Tensor]) -> Provider:
+    def bind(case: Case, device: torch.device) -> Call:
+        return lambda q, k, v: change(attention(q, k, v, causal=case.causal))
+
+    return Provider(bind, "1")
+
+
+def test_what_is_wrong_is_refused_and_the_rest_has_figures() -> None:
+    providers = {name: PROVIDERS[name]() for name in ("streamattn", "streamattn-portable", "sdpa_flash")}
+    rows = contest(CASE, providers | {"wrong": changed(lambda out: out * 1.05)}, PLAN)
+    for row in rows:
+        if row.provider == "wrong":
+            assert row.status.startswith("wrong: out is off by"), row
+            assert row.median_ms is None
+            continue
+        assert row.status == "ok", row
+        for figure in (row.median_ms, row.p20_ms, row.tflops, row.gb_s, row.error, row.speedup, row.held_mib):
+            assert figure is not None
+            assert figure > 0.0
+        assert row.p20_ms is not None
+        assert row.median_ms is not None
+        assert row.p80_ms is not None
+        assert row.p20_ms <= row.median_ms <= row.p80_ms
+        assert row.peak_share is not None
+        assert row.copy_share is not None
+        assert max(row.peak_share, row.copy_share) < 1.2
+        assert row.held_mib is not None
+        assert row.peak_mib is not None
+        assert row.held_mib <= row.peak_mib
+    served = {(row.provider, row.part): row.backend for row in rows}
+    assert served["streamattn-portable", "both"] == "triton"
+    assert served["sdpa_flash", "forward"] == "sdpa_flash"
+
+
+def test_tiles_are_swept() -> None:
+    forward = replace(PLAN, passes=("forward",), timers=("graph",), rounds=1)
+    names = ["forward 64x64x4x2", "forward 128x64x8x3"]
+    rows = measure(CASE, names, forward)
+    assert [(row.provider, row.status) for row in rows] == [(name, "ok") for name in names]
+    assert {row.backend for row in rows} == {"triton"}
+    assert max(row.speedup or 0.0 for row in rows) == 1.0
+    assert rows[0].median_ms != rows[1].median_ms
+    dq = replace(forward, passes=("backward",))
+    assert [row.status for row in measure(CASE, ["dq 64x64x4x2", "dkdv 64x64x4x2"], dq)] == ["ok", "ok"]
