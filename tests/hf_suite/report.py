@@ -13,10 +13,12 @@ import pytest
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write what became of one phase of a test: name, outcome, why, and the patched layers that ran."""
+    """Write what became of one phase of a test: its family and name, outcome, why, and patched layers."""
     reason: Any = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    _, family, test = report.nodeid.split("::")
     entry = {
-        "test": report.nodeid.split("::")[-1],
+        "family": family.removeprefix("Test"),
+        "test": test,
         "outcome": report.outcome,
         "reason": reason[-3000:],
         "layers": dict(report.user_properties).get("layers", 0),
