@@ -90,8 +90,7 @@ def _attend(
         "dropout_p": dropout_p,
         "deterministic": deterministic or None,  # False is flash-attn's default, not a wish against torch's
     }
-    # what has its heads of q, k and v apart is no one row of heads
-    if qkv is not None and qkv.requires_grad and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
+    if qkv is not None and qkv.requires_grad and _side_by_side(qkv):
         out, lse = packed_attention(qkv.flatten(2, 3), **options)
     else:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -157,6 +156,11 @@ def flash_attn_func(
         deterministic=deterministic,
     )
     return _returned(out, lse, return_attn_probs)
+
+
+def _side_by_side(qkv: Tensor) -> bool:
+    """Whether the heads of q, k and v [B, T, 3, H, D] are one row of heads; what is sparse has none."""
+    return qkv.layout == torch.strided and qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
 
 
 def _unpacked(packed: Tensor, count: int, name: str, rank: int) -> Any:

@@ -489,3 +489,10 @@ def test_the_longest_lengths_may_be_tensors(same):
     longest: Any = torch.tensor(6)
     got = flash_attn_varlen_func(q, k, v, bounds, other, longest, longest, causal=True)
     assert torch.equal(got, flash_attn_varlen_func(q, k, v, bounds, other, 6, 6, causal=True))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_sparse_packed_tensors_are_refused_by_name(requires_grad):
+    qkv = torch.randn(2, 7, 3, 4, 8, requires_grad=requires_grad).to_sparse()
+    with pytest.raises(TypeError, match="q must be a dense tensor"):
+        flash_attn_qkvpacked_func(qkv)

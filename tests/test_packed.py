@@ -234,9 +234,10 @@ def test_twice_used_and_checkpointed():
         checkpoint(block, x, weight, together, use_reentrant=False),
         checkpoint(block, x, weight, together, use_reentrant=True),
     ):
+        assert out.grad_fn is not None
         got = (
             torch.autograd.grad(out.sin().sum(), [x, weight])
-            if out.grad_fn.name() != ("CheckpointFunctionBackward")
+            if out.grad_fn.name() != "CheckpointFunctionBackward"
             else None
         )
         if got is None:

@@ -1,9 +1,8 @@
 """Attention backward in portable Triton: dq, dk and dv.
 
-Two kernels, each recomputing the probabilities from ``lse``: one program per BLOCK_M queries for dq, which
-also leaves ``delta = rowsum(dout * out) - dlse`` and lse, one per BLOCK_N keys for dk and dv, which walks the
-query heads of its group: no atomics, the same bits each time. Layouts as in forward.py, gradients in
-[B, T, H, D]. Left out: what forward.py leaves out, and a mask's gradient: mask_gradient.py.
+Two kernels recompute the probabilities from ``lse``: one program per BLOCK_M queries for dq, which leaves
+``delta = rowsum(dout * out) - dlse`` too, one per BLOCK_N keys for dk, dv, which walks its group of heads:
+no atomics, the same bits each time. Gradients [B, T, H, D], the rest as in forward.py; see mask_gradient.py.
 """
 
 from typing import Any
