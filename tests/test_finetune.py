@@ -95,14 +95,14 @@ def test_precision_accumulation_and_clipping_reach_the_layers(
 ) -> None:
     """With a bar, as on a terminal; each line of losses above it."""
     dtypes: list[torch.dtype] = []
-    original = patches.hf.attention
+    original = patches.hf.packed_attention  # which trained layers call
 
     def recording(*args: Any, **options: Any) -> Any:
         result = original(*args, **options)
-        dtypes.append(result.dtype)
+        dtypes.append(result[0].dtype)
         return result
 
-    monkeypatch.setattr(patches.hf, "attention", recording)
+    monkeypatch.setattr(patches.hf, "packed_attention", recording)
     values = {"bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 1e-9, "disable_tqdm": False}
     job = read_job([str(write_job(tmp_path, max_steps=2, learning_rate=1e-2, optim="sgd", **values))])
     trainer, _ = finetune.build_trainer(job, RunFolder(job, {}))
@@ -112,6 +112,7 @@ def test_precision_accumulation_and_clipping_reach_the_layers(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     finetune.train(trainer, None)
     steps = dtypes[: 2 * 2 * 3]  # layers, steps, parts of a step
+    assert len(steps) == 2 * 2 * 3
     assert set(steps) == {torch.bfloat16}
     after = {name: p.detach() for name, p in model.named_parameters()}
     change = max(float((p - before[name]).abs().max()) for name, p in after.items())

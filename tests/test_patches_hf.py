@@ -79,12 +79,14 @@ def test_masks_stay_unmaterialised(family: str, monkeypatch: pytest.MonkeyPatch)
     patched, _ = patched_pair(family, "sdpa")
     calls = spy_attention(monkeypatch)
     ids, mask = left_padding(tokens(2, 8), 0, 3)
-    patched(ids, attention_mask=mask)
+    with torch.no_grad():
+        patched(ids, attention_mask=mask)
     assert len(calls) == 3
     if not patches.hf.MASKS_PASS_UNCHANGED:
         assert all(call["attn_mask"].shape == (2, 1, 8, 8) for call in calls)
     if takes_cache_objects(family):  # else the release flattens a 4-D mask
-        patched(ids, attention_mask=torch.ones(1, 1, 1, 8, dtype=torch.bool))
+        with torch.no_grad():
+            patched(ids, attention_mask=torch.ones(1, 1, 1, 8, dtype=torch.bool))
         assert all(call["attn_mask"].shape == (1, 1, 1, 8) for call in calls[3:])
         assert not any(call["causal"] for call in calls[3:])
 

@@ -43,7 +43,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one at every call of `attention` by a patched layer."""
+    """Grows by one at every call of attention by a patched layer."""
     made: list[str] = []
 
     def spy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     for owner in (patches.hf, streamattn.module):
-        monkeypatch.setattr(owner, "attention", spy(owner.attention))
+        for name in ("attention", "packed_attention"):
+            monkeypatch.setattr(owner, name, spy(getattr(owner, name)))
     return made
 
 

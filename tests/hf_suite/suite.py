@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 from transformers.testing_utils import torch_device
 
+import patches.hf
 from patches import patch_model, unpatch_model
 from patches.registry import is_patched
 from streamattn import functional
@@ -143,7 +144,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
         test = self._testMethodName
         against_eager, reads_name = "eager_matches_sdpa" in test, test in READ_NAME
         post_init, set_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
-        forward = functional.attention_forward
+        forward, packed = functional.attention_forward, patches.hf.packed_attention
         ran: Counter[str] = Counter()
 
         def patch_at_the_end(model: PreTrainedModel) -> None:
@@ -167,6 +168,10 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
             ran["ops"] += 1
             return forward(*args, **kwargs)
 
+        def count_packed(*args: Any, **kwargs: Any) -> Any:
+            ran["ops"] += 1
+            return packed(*args, **kwargs)
+
         monkeypatch.setattr(PreTrainedModel, "post_init", patch_at_the_end)
         if against_eager or reads_name:
             # A family that HuggingFace doesn't run on sdpa would not be tested at all.
@@ -175,6 +180,7 @@ class Patched(common.GenerationTesterMixin, common.ModelTesterMixin):
             monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", unpatch_for_eager)
             monkeypatch.setattr(common, "np", Strict())
         monkeypatch.setattr(functional, "attention_forward", count_op)
+        monkeypatch.setattr(patches.hf, "packed_attention", count_packed)
         handle = register_module_forward_pre_hook(count_layer)
         try:
             yield

@@ -229,7 +229,7 @@ FAULTS = [
     (hopper_forward, "hide", "keys[None, :] <= last[:, None]", "keys[None, :] < last[:, None]"),
     (hopper_forward, "online_softmax", "rescale = exp2(m - base)", "rescale = exp2(m - m)"),
     (hopper_producer, "producer", "if u >= STAGES:", "if u > STAGES:"),
-    (hopper_producer, "producer", "(count & 1) ^ 1", "count & 1"),
+    (hopper_producer, "producer", "((count // Q_BUFFERS) & 1) ^ 1", "(count // Q_BUFFERS) & 1"),
     (
         hopper_backward_warps,
         "step",
