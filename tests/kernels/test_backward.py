@@ -10,7 +10,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from streamattn import attention
-from streamattn.kernels import launch
 from streamattn.pattern import UNBOUNDED
 from tests.cases import MASKS, Beside, Case, Inputs, Result, expected, hidden_by_minimum, judge, keep_of, run
 from tests.gpu.peers import compare
@@ -62,15 +61,6 @@ def test_every_pair_of_options(at, use_tile):
     use_tile(*row["tile"])
     got, want, peer = of_pair(at)
     judge(got, want, row["dtype"], row, peer=peer)
-
-
-@pytest.mark.parametrize("dims", [(64, 40), (16, 72)], ids=str)
-def test_columns_that_lie_apart_come_together_again(dims, monkeypatch, use_tile):
-    """Out and all gradients, as on Hopper."""
-    monkeypatch.setattr(launch, "columns_lie_apart", lambda q, rows: True)
-    use_tile(32, 32)
-    sizes: dict[str, Any] = {"batch": 1, "q_heads": 2, "kv_heads": 1, "q_len": 50, "kv_len": 70}
-    check(Case(**sizes, head_dim=dims[0], value_dim=dims[1], causal=True))
 
 
 def test_float32_error_over_all_pairs_is_that_of_the_least_rounding(use_tile):
