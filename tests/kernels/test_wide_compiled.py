@@ -47,8 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     def record(arch: str, dtype: torch.dtype, shape: str, **options: Any) -> dict[str, tuple[Launch, int]]:
         seen.clear()
-        monkeypatch.setattr(streamattn.kernels.launch, "architecture_of", lambda x: arch)
-        for module in (wide_short, wide_launch):
+        for module in (streamattn.kernels.launch, wide_short, wide_launch):
             monkeypatch.setattr(module, "architecture_of", lambda x: arch)
             monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
         for module in (wide, wide_short, wide_backward):
