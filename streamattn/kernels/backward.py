@@ -1,8 +1,10 @@
 """Attention backward in portable Triton: dq, dk and dv.
 
-Two kernels recompute the probabilities from ``lse``: one program per BLOCK_M queries for dq, which leaves
-``delta = rowsum(dout * out) - dlse`` too, one per BLOCK_N keys for dk, dv, which walks its group of heads:
-no atomics, the same bits each time. Gradients [B, T, H, D], the rest as in forward.py; see mask_gradient.py.
+Two kernels, each recomputing the probabilities from ``lse``: one program per BLOCK_M queries for dq, which
+also leaves ``delta = rowsum(dout * out) - dlse`` and lse for the other, one per BLOCK_N keys for dk and dv,
+which walks the query heads of its group and so needs no atomics: the same inputs give the same bits. Layouts
+as in forward.py; gradients are stored [B, T, H, D]. Left out on purpose: what forward.py leaves out, and the
+gradient of a mask, which mask_gradient.py computes from the same row statistics.
 """
 
 from typing import Any
@@ -126,7 +128,6 @@ def attention_bwd_dq_kernel(
     HAS_DLSE: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    APART: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """dq [B, Hq, Tq, D], and lse2 and delta [B, Hq, stride_row_stats], BLOCK_M rows of one head a program."""
@@ -275,7 +276,7 @@ def attention_bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if HAS_SOFTCAP:
                     ds *= slope
-                dq = dot_add(ds.to(k.dtype), k, dq, PRECISION, APART)
+                dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
     if HAS_SINKS and EMPTY_ROWS:
         lse2 = tl.where(sees > 0, lse2, float("inf"))
         delta = tl.where(sees > 0, delta, -dlse)
@@ -284,7 +285,7 @@ def attention_bwd_dq_kernel(
     dq *= scale
     if EMPTY_ROWS:
         dq = tl.where((lse2 != float("inf"))[:, None], dq, 0.0)
-    store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM, ALIGNED, APART)
+    store_rows(dq_ptr, dq, rows, cols_d, stride_dq_t, row_mask, HEAD_DIM, ALIGNED)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -358,7 +359,6 @@ def attention_bwd_dkdv_kernel(
     EMPTY_ROWS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    APART: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """dk [B, Hkv, Tk, D] and dv [B, Hkv, Tk, Dv], BLOCK_N keys of one key head a program."""
@@ -513,16 +513,16 @@ def attention_bwd_dkdv_kernel(
                         )
                         p_kept = tl.where(keep, p * rescale, 0.0)
                         dp = tl.where(keep, dp * rescale, 0.0)
-                    dv = dot_add(p_kept.to(dout.dtype), dout, dv, PRECISION, APART)
+                    dv = dot_add(p_kept.to(dout.dtype), dout, dv, PRECISION)
                     ds = p * (dp - delta[None, :])
                     if EMPTY_ROWS and phase != INSIDE:
                         ds = tl.where(seen, ds, 0.0)  # dp of an unseen value may be NaN
                     if HAS_SOFTCAP:
                         ds *= slope
-                    dk = dot_add(ds.to(q.dtype), q, dk, PRECISION, APART)
+                    dk = dot_add(ds.to(q.dtype), q, dk, PRECISION)
     store_mask = keys < kv_len
-    store_rows(dk_ptr, dk * scale, keys, cols_d, stride_dk_t, store_mask, HEAD_DIM, ALIGNED, APART)
-    store_rows(dv_ptr, dv, keys, cols_dv, stride_dv_t, store_mask, HEAD_DIM_V, ALIGNED, APART)
+    store_rows(dk_ptr, dk * scale, keys, cols_d, stride_dk_t, store_mask, HEAD_DIM, ALIGNED)
+    store_rows(dv_ptr, dv, keys, cols_dv, stride_dv_t, store_mask, HEAD_DIM_V, ALIGNED)
 
 
 def attention_backward(
@@ -548,7 +548,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, lse2, delta)``, in ``grads`` if given; arguments as in `ops`, dout with last stride 1.
 
-    lse2 (lse in base 2) and delta [B, Hq, Tq rounded up to whole tiles] float32 are statistics of the rows.
+    lse2 and delta [B, Hq, Tq rounded up to whole tiles] float32: lse in base 2, rowsum(dout * out) - dlse.
     """
     batch, num_heads, q_len, head_dim = q.shape
     num_kv_heads, kv_len, head_dim_v = v.shape[1:]

@@ -411,7 +411,7 @@ def attention_forward(
 
     def arguments() -> tuple[int, dict[str, Any]]:
         named = call_arguments(tile, q, k, v, *masks, *options, kv_len=kv_len)
-        for name in ("drop_threshold", "HAS_DROPOUT", "APART"):
+        for name in ("drop_threshold", "HAS_DROPOUT"):
             del named[name]
         if page_size > 0:  # a load that waits for another one takes a place in the pipeline for both
             named["num_stages"] = 2 * tile.num_stages - 1

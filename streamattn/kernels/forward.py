@@ -118,7 +118,6 @@ def attention_fwd_kernel(
     HAS_SINKS: tl.constexpr,
     FOLD_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    APART: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], BLOCK_M rows of one head a program."""
@@ -255,13 +254,13 @@ def attention_fwd_kernel(
                 if phase != INSIDE and (MASK_KIND != NO_MASK or HAS_SEGMENTS):
                     v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
                 acc = acc * rescale[:, None]
-                acc = dot_add(p.to(v.dtype), v, acc, PRECISION, APART)
+                acc = dot_add(p.to(v.dtype), v, acc, PRECISION)
 
     denominator = tl.where(l == 0.0, 1.0, l)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
     acc /= denominator[:, None]
-    store_rows(out_ptr, acc, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, ALIGNED, APART)
+    store_rows(out_ptr, acc, rows, cols_dv, stride_out_t, row_mask, HEAD_DIM_V, ALIGNED)
     tl.store(lse_ptr + rows, (m + tl.log2(l)) * LN2, mask=row_mask)
 
 

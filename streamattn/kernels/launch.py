@@ -428,11 +428,6 @@ def mask_pointers(
     return attn_mask, q_segments, kv_segments, kv_lengths, seed
 
 
-def columns_lie_apart(q: Tensor, rows: int) -> bool:
-    """Whether products [rows, D] are added up in the order of `primitives.columns_apart`."""
-    return q.dtype == torch.float32 and rows >= 64 and architecture_of(q) == "sm_90"
-
-
 def padded(head_dim: int, other: int, itemsize: int) -> int:
     """Columns of the tiles of a tensor with `head_dim` columns, beside tiles of `other` columns.
 
@@ -519,7 +514,6 @@ def call_arguments(
         # the scale is folded into the exponent's argument where nothing stands between it and the product
         FOLD_SCALE=scale > SCALE_LIMIT and softcap == 0.0 and mask_kind != ADDITIVE_MASK,
         PRECISION=product_precision(q),
-        APART=columns_lie_apart(q, min(tile.BLOCK_M, tile.BLOCK_N)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -292,10 +292,8 @@ def attention_mask_gradient(
         over_b, over_h, over_m, over_n = (size == 1 for size in attn_mask.shape)
         tiles_m = 1 if over_m else triton.cdiv(q.shape[2], tile.BLOCK_M)
         tiles_n = 1 if over_n else triton.cdiv(k.shape[2], tile.BLOCK_N)
-        named = call_arguments(tile, q, k, v, *masks, *options)
-        del named["APART"]
         return tiles_m * tiles_n * attn_mask.shape[0] * attn_mask.shape[1], dict(
-            **named,
+            **call_arguments(tile, q, k, v, *masks, *options),
             **strides("dout", dout),
             stride_row_stats=padded,
             ALIGNED=rows_are_aligned(q, k, v, dout),

@@ -95,42 +95,8 @@ def load_rows(
 
 
 @triton.jit
-def columns_apart(x, ENABLED: tl.constexpr):
-    """x [N, D], its columns in the order 0, 4, 8, ..., 1, 5, ...: four neighbours lie D / 4 apart.
-
-    For float32 right operands of Hopper's products, which lie transposed in shared memory. A thread loads
-    four neighbours, so threads side by side would write to rows that are 4 apart, 8 of them to one bank. In
-    this order they write to rows side by side. It moves nothing between registers.
-    """
-    if ENABLED:
-        apart = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), [0, 2, 1])
-        return tl.reshape(apart, [x.shape[0], x.shape[1]])
-    return x
-
-
-@triton.jit
-def columns_together(x, ENABLED: tl.constexpr):
-    """The inverse of `columns_apart`, for a product with such an operand."""
-    if ENABLED:
-        together = tl.permute(tl.reshape(x, [x.shape[0], 4, x.shape[1] // 4]), [0, 2, 1])
-        return tl.reshape(together, [x.shape[0], x.shape[1]])
-    return x
-
-
-@triton.jit
-def store_rows(
-    ptr,
-    tile,
-    rows,
-    cols,
-    stride_row,
-    row_mask,
-    HEAD_DIM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    APART: tl.constexpr = False,
-):
-    """The counterpart of load_rows. APART: the tile's columns are in the order of `columns_apart`."""
-    tile = columns_together(tile, APART)
+def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The counterpart of load_rows."""
     ptrs = row_starts(ptr, rows, stride_row, ALIGNED) + cols[None, :]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols[None, :] < HEAD_DIM))
 
@@ -167,13 +133,12 @@ def dot_by_parts(a, b):
 
 
 @triton.jit
-def dot_add(a, b, acc, PRECISION: tl.constexpr, APART: tl.constexpr = False):
-    """acc + a @ b, where APART with its columns in the order of `columns_apart`.
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b.
 
     Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so there
     each tile's product starts at 0 and is added to acc with rounding.
     """
-    b = columns_apart(b, APART)
     if PRECISION == "tf32x3":
         return acc + dot_by_parts(a, b)
     return tl.dot(a, b, acc, input_precision=PRECISION)

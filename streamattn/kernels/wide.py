@@ -24,7 +24,6 @@ from streamattn.kernels.launch import (
     UNSPECIALIZED,
     call_arguments,
     call_key,
-    columns_lie_apart,
     device_guard,
     heads_last,
     launch,
@@ -37,8 +36,6 @@ from streamattn.kernels.primitives import (
     LOG2E,
     NO_MASK,
     UNBOUNDED,
-    columns_apart,
-    columns_together,
     dot_add_parts,
     keep_tile,
     kv_span,
@@ -271,7 +268,6 @@ def attention_wide_out_kernel(
     HAS_DROPOUT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out [B, Hq, Tq, Dv] and lse [B, Hq, Tq] of a chunk, BLOCK_M rows and BLOCK_D columns a program.
@@ -354,9 +350,9 @@ def attention_wide_out_kernel(
             v = only_weighted(v, p, 0)
         # exact: by a power of two, or by 1 where a row has but one tile
         p = (p.to(tl.float32) * factor[:, None]).to(v.dtype)
-        acc, low = dot_add_parts(p, columns_apart(v, APART), acc, low, PRECISION)
+        acc, low = dot_add_parts(p, v, acc, low, PRECISION)
 
-    acc = columns_together(sum_of_parts(acc, low, PRECISION), APART)
+    acc = sum_of_parts(acc, low, PRECISION)
     denominator = tl.where(norm == 0.0, 1.0, norm)
     if HAS_DROPOUT:
         denominator *= 1.0 - drop_threshold / 256.0
@@ -446,7 +442,6 @@ def _by_tiles(
             own = dict(**at, **strides("out", out), BLOCK_D=reader.BLOCK_D, TILE_N=tile.BLOCK_N)
             early = starts_early(q)
             own.update(HAS_SINKS=sinks is not None, DEPENDENT=early, launch_pdl=early)
-            own["APART"] = columns_lie_apart(q, reader.BLOCK_M)
             slices = cdiv(head_dim_v, reader.BLOCK_D)
             return slices * programs, arguments_of(attention_wide_out_kernel, shared, **own)
 

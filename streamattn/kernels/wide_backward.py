@@ -21,7 +21,6 @@ from streamattn.kernels.launch import (
     UNSPECIALIZED,
     call_arguments,
     call_key,
-    columns_lie_apart,
     device_guard,
     heads_last,
     launch,
@@ -32,8 +31,6 @@ from streamattn.kernels.primitives import (
     LOG2E,
     NO_MASK,
     UNBOUNDED,
-    columns_apart,
-    columns_together,
     dot_add_parts,
     keep_tile,
     kv_span,
@@ -322,7 +319,6 @@ def attention_wide_dq_kernel(
     MASK_KIND: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
-    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq [B, Hq, Tq, D] of a chunk, BLOCK_M rows and BLOCK_D columns a program.
@@ -365,8 +361,8 @@ def attention_wide_dq_kernel(
         )  # [BLOCK_N, BLOCK_D]
         if MASK_KIND != NO_MASK or HAS_SEGMENTS:
             k = only_weighted(k, ds, 0)
-        dq, low = dot_add_parts(ds, columns_apart(k, APART), dq, low, PRECISION)
-    dq = columns_together(sum_of_parts(dq, low, PRECISION), APART)
+        dq, low = dot_add_parts(ds, k, dq, low, PRECISION)
+    dq = sum_of_parts(dq, low, PRECISION)
     store_rows(dq_ptr, dq * scale, rows, cols, stride_dq_t, rows < q_len, HEAD_DIM, False)
 
 
@@ -404,7 +400,6 @@ def attention_wide_dkdv_kernel(
     HAS_LENGTHS: tl.constexpr,
     EMPTY_ROWS: tl.constexpr,
     FIRST: tl.constexpr,
-    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dx [B, Hkv, Tk, WIDTH] of a chunk, factor * weights^T @ x, BLOCK_N keys and BLOCK_D columns a program.
@@ -447,8 +442,8 @@ def attention_wide_dkdv_kernel(
             x = load_rows(x_head_ptr, rows, cols, stride_x_t, rows < q_len, WIDTH, EVEN, False, False)
             if EMPTY_ROWS:
                 x = only_weighted(x, w, 1)
-            dx, low = dot_add_parts(tl.trans(w), columns_apart(x, APART), dx, low, PRECISION)
-    dx = columns_together(sum_of_parts(dx, low, PRECISION), APART) * factor
+            dx, low = dot_add_parts(tl.trans(w), x, dx, low, PRECISION)
+    dx = sum_of_parts(dx, low, PRECISION) * factor
     if not FIRST:
         dx += load_rows(dx_ptr, keys, cols, stride_dx_t, keys < kv_len, WIDTH, EVEN, False, False)
     store_rows(dx_ptr, dx, keys, cols, stride_dx_t, keys < kv_len, WIDTH, False)
@@ -539,7 +534,6 @@ def attention_backward(
             ) -> tuple[int, dict[str, Any]]:
                 shared = call_arguments(shared_tile(dq_reader), q, k, v, *masks, *options)
                 own = dict(**at, **strides("dq", dq), BLOCK_D=dq_reader.BLOCK_D, TILE_N=tile.BLOCK_N)
-                own["APART"] = columns_lie_apart(q, dq_reader.BLOCK_M)
                 slices = cdiv(head_dim, dq_reader.BLOCK_D)
                 return slices * programs, arguments_of(attention_wide_dq_kernel, shared, **own)
 
@@ -568,7 +562,6 @@ def attention_backward(
                         BLOCK_D=reader.BLOCK_D,
                         EMPTY_ROWS=empty_rows,
                         FIRST=chunk.row_start == 0,
-                        APART=columns_lie_apart(q, reader.BLOCK_N),
                     )
                     slices = cdiv(x.shape[3], reader.BLOCK_D)
                     programs = slices * cdiv(kv_len, reader.BLOCK_N) * (chunk.heads // group)

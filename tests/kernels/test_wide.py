@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from streamattn import attention
-from streamattn.kernels import tiles, wide_backward
-from streamattn.kernels import wide as wide_forward
+from streamattn.kernels import tiles
 from streamattn.kernels.wide_launch import Chunk, chunks
 from streamattn.kernels.wide_short import parts_of
 from tests.cases import Case, Inputs, Result, expected, judge, keep_of, run
@@ -94,14 +93,6 @@ def test_a_weight_that_outweighs_the_others_is_not_rounded():
         torch.float16,
         peer=rounded(inputs),
     )
-
-
-def test_columns_that_lie_apart_come_together_again(monkeypatch, use_wide_tile):
-    """As on Hopper; several steps and slices, the last of them not full."""
-    for module in (wide_forward, wide_backward):
-        monkeypatch.setattr(module, "columns_lie_apart", lambda q, rows: True)
-    use_wide_tile(64, 32, 128)
-    check(Case(batch=1, q_heads=2, kv_heads=1, q_len=70, kv_len=68, head_dim=264, value_dim=300, causal=True))
 
 
 @pytest.mark.parametrize("kv_len", [9, 70])

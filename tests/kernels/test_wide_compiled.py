@@ -16,7 +16,6 @@ from streamattn.pattern import UNBOUNDED
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import streamattn.kernels.launch
 from streamattn.kernels import wide, wide_backward, wide_launch, wide_short
 from tests.offline import SHARED_BYTES, Launch, compiled
 
@@ -47,11 +46,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     def record(arch: str, dtype: torch.dtype, shape: str, **options: Any) -> dict[str, tuple[Launch, int]]:
         seen.clear()
-        for module in (streamattn.kernels.launch, wide_short, wide_launch):
+        for module in (wide_short, wide_launch):
             monkeypatch.setattr(module, "architecture_of", lambda x: arch)
             monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
         for module in (wide, wide_short, wide_backward):
             monkeypatch.setattr(module, "launch", keep)
+        for module in (wide, wide_short):
+            monkeypatch.setattr(module, "starts_early", lambda x: arch == "sm_90")
         launch_all(dtype, *SHAPES[shape], **options)
         return dict(seen)
 
@@ -124,7 +125,6 @@ def test_hundreds_of_float32_tokens_fill_the_gpu_and_spill_nothing(launches: Lau
         assert binary.spills == 0, (name, binary)
         assert binary.instructions["HGMMA"] > 0, (name, binary.products)
         assert all(product.endswith(".TF32") for product in binary.products), (name, binary.products)
-        assert launch.arguments.get("APART", True)
 
 
 @pytest.mark.parametrize(
