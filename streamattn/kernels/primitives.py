@@ -102,6 +102,19 @@ def store_rows(ptr, tile, rows, cols, stride_row, row_mask, HEAD_DIM: tl.constex
 
 
 @triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b.
+
+    Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so there
+    each tile's product starts at 0 and is added to acc with rounding.
+    """
+    if PRECISION == "tf32x3":
+        # the unused limit keeps the compiler from folding the addition back into the product
+        return acc + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def tf32_parts(x):
     """(high, low) of a float32 tile, high + low = x: high keeps 11 bits, which TF32 has.
 
@@ -112,36 +125,6 @@ def tf32_parts(x):
     high = x + x * HALF_TF32_BIT
     high = (high.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, x - high
-
-
-@triton.jit
-def sum_of_parts(acc, low, PRECISION: tl.constexpr):
-    """acc + low, and acc where it is infinite: then low may be NaN, of inf - inf or of inf * 0."""
-    if PRECISION == "tf32x3":
-        return tl.where(tl.abs(acc) == float("inf"), acc, acc + low)
-    return acc
-
-
-@triton.jit
-def dot_by_parts(a, b):
-    """a @ b of float32 tiles, in three TF32 products."""
-    a_high, a_low = tf32_parts(a)
-    b_high, b_low = tf32_parts(b)
-    low = tl.dot(a_low, b_high, input_precision="tf32")
-    low = tl.dot(a_high, b_low, low, input_precision="tf32")
-    return sum_of_parts(tl.dot(a_high, b_high, input_precision="tf32"), low, "tf32x3")
-
-
-@triton.jit
-def dot_add(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b.
-
-    Tensor cores truncate their sums: over many tiles that would cost float32 inputs their accuracy, so there
-    each tile's product starts at 0 and is added to acc with rounding.
-    """
-    if PRECISION == "tf32x3":
-        return acc + dot_by_parts(a, b)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -157,10 +140,17 @@ def dot_add_parts(a, b, acc, low, PRECISION: tl.constexpr):
         b_high, b_low = tf32_parts(b)
         low = tl.dot(a_low, b_high, low, input_precision="tf32")
         low = tl.dot(a_high, b_low, low, input_precision="tf32")
-        # the unused limit keeps the compiler from folding the addition back into the product
         acc += tl.dot(a_high, b_high, input_precision="tf32", max_num_imprecise_acc=32)
         return acc, low
     return tl.dot(a, b, acc, input_precision=PRECISION), low
+
+
+@triton.jit
+def sum_of_parts(acc, low, PRECISION: tl.constexpr):
+    """acc + low, and acc where it is infinite: then low may be NaN, of inf - inf or of inf * 0."""
+    if PRECISION == "tf32x3":
+        return tl.where(tl.abs(acc) == float("inf"), acc, acc + low)
+    return acc
 
 
 @triton.jit
@@ -186,9 +176,8 @@ def dot_rows(a, b, PRECISION: tl.constexpr):
     if PRECISION == "tf32x3" and a.shape[1] > 128:
         a_even, a_odd = even_and_odd(a)
         b_even, b_odd = even_and_odd(b)
-        return dot_by_parts(a_even, tl.trans(b_even)) + dot_by_parts(a_odd, tl.trans(b_odd))
-    if PRECISION == "tf32x3":
-        return dot_by_parts(a, tl.trans(b))
+        odd = tl.dot(a_odd, tl.trans(b_odd), input_precision=PRECISION)
+        return dot_add(a_even, tl.trans(b_even), odd, PRECISION)
     return tl.dot(a, tl.trans(b), input_precision=PRECISION)
 
 

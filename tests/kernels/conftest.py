@@ -115,7 +115,7 @@ def use_tile(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every product of two tiles in the interpreter; by three in float32."""
+    """Grows by one with every product of two tiles in the interpreter."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     made: list[int] = []

@@ -272,10 +272,10 @@ LIMITED: dict[str, dict[str, Any]] = {
 
 
 def limited(name: str) -> Inputs:
-    """Tiles of 32; lengths and documents end where a tile does. In float32 a product would count as three."""
+    """Tiles of 32; lengths and documents end where a tile does."""
     inputs = Case(
         **{"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 160, "kv_len": 160, **LIMITED[name]}
-    ).build(torch.float16)
+    ).build()
     if name == "lengths":
         inputs.options["kv_lengths"] = torch.tensor([64, 160])
     if name == "documents":

@@ -210,7 +210,10 @@ def test_a_trained_mask_gets_its_gradient(mask):
 
 @pytest.mark.parametrize("name", ["two sides", "top", "lengths"])
 def test_tiles_that_no_query_can_see_are_not_visited(name, use_wide_tile, products):
-    """Where the columns fit one step: two products forward and five backward, none of them made twice."""
+    """Where the columns fit one step: two products forward and five backward, none of them made twice.
+
+    In float16, for each of float32's is made in three steps.
+    """
     use_wide_tile(32, 32, 512)
     sizes: dict[str, Any] = {
         "batch": 1,
