@@ -19,6 +19,7 @@ import torch
 from tests.emulator.values import Block, Descriptor, Dtype, Scalar, Shared
 
 TIMEOUT = 20.0  # seconds in which nobody arrives
+TURN_DELAY = 0.0  # seconds before a warp looks whether it is its turn
 
 _thread = threading.local()
 _memory = threading.Lock()  # of atomic accesses
@@ -275,6 +276,7 @@ def warpgroup_mma_wait(pending: Any, deps: list[Any]) -> Any:
 
 
 def await_turn(ptr: Any, turn: int) -> None:
+    time.sleep(TURN_DELAY)
     at, program = int(ptr.places()), here()
     end = time.monotonic() + TIMEOUT
     while int(ptr.memory[at]) != turn:
