@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES, SCALE_LIMIT
+from streamattn.kernels.tiles import SCALE_LIMIT
 
 
 class Backend(str, Enum):
@@ -54,7 +54,9 @@ MAX_WIDE_HEAD_DIM = 8192
 MIN_HOPPER_HEAD_DIM = 64
 MIN_HOPPER_QUERIES = 64
 MAX_DECODE_QUERIES = 16
-MAX_HOPPER_BACKWARD_HEAD_DIM = max(HOPPER_BACKWARD_TILES)
+MAX_HOPPER_BACKWARD_HEAD_DIM = 128
+"""The kernel has tiles up to 256, which no GPU has run yet."""
+MAX_HOPPER_ORDERED_HEAD_DIM = 128
 HOPPER_TRITON = ((3, 6), (3, 9))  # first and last release whose Gluon the kernels were compiled with
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -224,7 +226,7 @@ def _copies_by_tma(x: Tensor) -> bool:
     )
 
 
-def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def unsupported_backward(dout: Tensor, q: Tensor, deterministic: bool) -> str | None:
     """Why the Hopper backward can't serve a call that the Hopper forward can; None where it can.
 
     The portable backward serves the others, whatever backend was asked for.
@@ -232,12 +234,15 @@ def unsupported_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str |
     Args:
         dout: [B, Hq, Tq, Dv].
         q: as `unsupported` takes it.
-        k: as `unsupported` takes it.
-        v: as `unsupported` takes it.
+        deterministic: whether the same inputs must give the same bits.
     """
     head_dim = q.shape[-1]
     if head_dim > MAX_HOPPER_BACKWARD_HEAD_DIM:
         return f"it takes head dimensions up to {MAX_HOPPER_BACKWARD_HEAD_DIM}, got {head_dim}"
+    if deterministic and head_dim > MAX_HOPPER_ORDERED_HEAD_DIM:
+        return (
+            f"it adds up dq in one order up to head dimension {MAX_HOPPER_ORDERED_HEAD_DIM}, got {head_dim}"
+        )
     if not _copies_by_tma(dout):
         return "dout must start, and step from row to row, at whole 16 bytes"
     return None

@@ -222,11 +222,11 @@ def run_backward(
     if chosen in (Backend.HOPPER, Backend.TRITON, Backend.WIDE):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
-        if unsupported_backward(dout, q, k, v) is None:
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if unsupported_backward(dout, q, deterministic) is None:
             from streamattn.kernels.hopper_backward import attention_backward
 
-            if deterministic is None:
-                deterministic = torch.are_deterministic_algorithms_enabled()
             spans = (None, None, None)
             if q_segments is not None and kv_segments is not None:
                 from streamattn.kernels.segments import key_spans

@@ -334,14 +334,22 @@ def test_auto_on_a_gpu_goes_by_the_number_of_queries(q_len, options, want, monke
 
 @pytest.mark.parametrize(("head_dim", "reason"), [(64, None), (128, None), (96, None), (136, "136")], ids=str)
 def test_what_the_hopper_backward_takes(head_dim, reason):
-    q, k, v = qkv(head_dim, head_dim, q_len=128, kv_len=300, device="meta", dtype=torch.bfloat16)
-    got = unsupported_backward(torch.empty_like(q), q, k, v)
-    assert got is None if reason is None else got is not None and reason in got
+    q = torch.empty(1, 4, 128, head_dim, device="meta", dtype=torch.bfloat16)
+    for deterministic in (False, True):
+        got = unsupported_backward(torch.empty_like(q), q, deterministic)
+        assert got is None if reason is None else got is not None and reason in got
+
+
+def test_the_hopper_backward_adds_in_order_up_to_128_columns(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_HOPPER_BACKWARD_HEAD_DIM", 256)
+    q = torch.empty(1, 4, 128, 136, device="meta", dtype=torch.bfloat16)
+    assert unsupported_backward(torch.empty_like(q), q, False) is None
+    assert "136" in (unsupported_backward(torch.empty_like(q), q, True) or "")
 
 
 @pytest.mark.parametrize("way", ["start", "row", "head", "expanded", "columns"])
 def test_the_hopper_backward_copies_dout_in_whole_words(way):
-    q, k, v = qkv(64, 64, q_len=128, kv_len=128, dtype=torch.bfloat16)
+    q, _, _ = qkv(64, 64, q_len=128, kv_len=128, dtype=torch.bfloat16)
     dout = {
         "start": torch.empty(1, 2, 128, 72, dtype=torch.bfloat16)[..., 4:68],
         "row": torch.empty(1, 2, 128, 68, dtype=torch.bfloat16)[..., :64],
@@ -349,6 +357,6 @@ def test_the_hopper_backward_copies_dout_in_whole_words(way):
         "expanded": torch.empty(1, 1, 128, 64, dtype=torch.bfloat16).expand(q.shape),
         "columns": torch.empty(1, 2, 64, 128, dtype=torch.bfloat16).mT,
     }[way]
-    reason = unsupported_backward(dout, q, k, v)
+    reason = unsupported_backward(dout, q, False)
     assert reason is not None and "16 bytes" in reason
-    assert unsupported_backward(torch.empty_like(q), q, k, v) is None
+    assert unsupported_backward(torch.empty_like(q), q, False) is None

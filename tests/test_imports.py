@@ -45,8 +45,16 @@ MAY_IMPORT = {
         "streamattn.kernels.primitives",
         "streamattn.kernels.launch",
     ),
+    "streamattn.kernels.hopper_backward_shared": (
+        "streamattn.kernels.hopper_backward_warps",
+        "streamattn.kernels.hopper_primitives",
+        "streamattn.kernels.hopper_producer",
+        "streamattn.kernels.launch",
+        "streamattn.kernels.primitives",
+    ),
     "streamattn.kernels.hopper_backward": (
         "streamattn.kernels.hopper_backward_order",
+        "streamattn.kernels.hopper_backward_shared",
         "streamattn.kernels.hopper_backward_warps",
         "streamattn.kernels.hopper_launch",
         "streamattn.kernels.primitives",

@@ -94,7 +94,7 @@ def _streamattn(backend: str) -> Provider:
         chosen = choose(Backend(backend), q, k, v, masks, *options)
         if backward and (
             chosen is Backend.DECODE
-            or (chosen is Backend.HOPPER and unsupported_backward(q, q, k, v) is not None)
+            or (chosen is Backend.HOPPER and unsupported_backward(q, q, False) is not None)
         ):
             chosen = Backend.TRITON
         return chosen.value

@@ -10,8 +10,8 @@ no consumer ever waits for another. The third kernel scales and rounds dq.
 
 Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
 inputs; dq is too if asked for (see `hopper_backward_order`), or else its sums take their terms as they come.
-Left out on purpose, and left to `backward`: ``attn_mask``, sinks, head dimensions above 128 (see
-`dispatch.unsupported_backward`).
+Left out on purpose, and left to `backward`: ``attn_mask``, sinks, and what `dispatch.unsupported_backward`
+says. Head dimensions above 128 have a kernel of their own in `hopper_backward_shared`, between the same two.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from streamattn.kernels.hopper_backward_order import dq_adder, hopper_bwd_ranks_kernel
+from streamattn.kernels.hopper_backward_shared import hopper_bwd_shared_kernel
 from streamattn.kernels.hopper_backward_warps import (
     CONSUMERS,
     DS_BUFFERS,
@@ -113,7 +114,16 @@ def hopper_bwd_kernel(
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [DS_BUFFERS * CONSUMERS, ROWS, ROWS], DS_LAYOUT)
     VARIANT: gl.constexpr = backward_variant_of(
-        OWN_DQ, RAGGED, HAS_LEFT, HAS_RIGHT, HAS_LENGTHS, HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT, ORDERED
+        OWN_DQ,
+        False,
+        RAGGED,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_LENGTHS,
+        HAS_SEGMENTS,
+        HAS_SOFTCAP,
+        HAS_DROPOUT,
+        ORDERED,
     )
     PARTS: gl.constexpr = 1 if OWN_DQ else CONSUMERS
     ADDERS: gl.constexpr = VARIANT.value.ADDERS
@@ -338,9 +348,10 @@ def attention_backward(
         q, out, dout, lse, live_dq = (x[:, :, blind:] for x in (q, out, dout, lse, dq))
         dlse = None if dlse is None else dlse[:, :, blind:]
         q_len -= blind
-    block_d = 64 if head_dim <= 64 else 128
-    tile = HOPPER_BACKWARD_TILES[block_d]
-    rows, keys = ROWS.value, CONSUMERS.value * ROWS.value
+    block_d = next(x for x in HOPPER_BACKWARD_TILES if head_dim <= x)
+    tile, shared_keys = HOPPER_BACKWARD_TILES[block_d], block_d > 128
+    rows = ROWS.value
+    keys = rows if shared_keys else CONSUMERS.value * rows
     q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
     stats = lse.new_empty(2 * q_tiles * rows)
     sums = lse.new_empty((q_tiles * rows * block_d // 256, 256))
@@ -384,13 +395,20 @@ def attention_backward(
 
     def arguments() -> tuple[int, dict[str, Any]]:
         multiprocessors, kv_heads = multiprocessor_count(q.get_device()), batch * num_kv_heads
-        return kv_tiles * kv_heads, dict(
+        own: dict[str, Any] = {}
+        if not shared_keys:
+            own = dict(
+                dq_desc=flat_descriptor(sums, 16, 256),
+                OWN_DQ=tile.OWN_DQ,
+                DQ_REGISTERS=tile.DQ_REGISTERS,
+                ORDERED=deterministic,
+            )
+        return kv_tiles * kv_heads, own | dict(
             q_desc=descriptor(q, rows, block_d),
             k_desc=descriptor(k, rows, block_d),
             v_desc=descriptor(v, rows, block_d),
             dout_desc=descriptor(dout, rows, block_d),
             stats_desc=flat_descriptor(stats, rows),
-            dq_desc=flat_descriptor(sums, 16, 256),
             dk_desc=descriptor(dk, rows, block_d),
             dv_desc=descriptor(dv, rows, block_d),
             stride_kv_lengths=0 if kv_lengths is None else kv_lengths.stride(0),
@@ -413,9 +431,7 @@ def attention_backward(
             drop_threshold=threshold,
             first_query=blind,
             STAGES=tile.STAGES,
-            OWN_DQ=tile.OWN_DQ,
             REGISTERS=tile.REGISTERS,
-            DQ_REGISTERS=tile.DQ_REGISTERS,
             RAGGED=kv_len % keys > 0,
             HAS_LEFT=window_left < UNBOUNDED,
             HAS_RIGHT=window_right < UNBOUNDED,
@@ -423,7 +439,6 @@ def attention_backward(
             HAS_SEGMENTS=spans is not None,
             HAS_SOFTCAP=softcap > 0.0,
             HAS_DROPOUT=threshold > 0,
-            ORDERED=deterministic,
             num_warps=4,
         )
 
@@ -442,9 +457,12 @@ def attention_backward(
     key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind, deterministic)
     with device_guard(q):
         launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums, turns), prepare_arguments)
-        pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed, turns, ranks)
+        pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed)
         if ranks is not None:
             launch(hopper_bwd_ranks_kernel, key, (spans, ranks), rank_arguments)
-        launch(hopper_bwd_kernel, key, pointers, arguments)
+        if shared_keys:
+            launch(hopper_bwd_shared_kernel, key, pointers, arguments)
+        else:
+            launch(hopper_bwd_kernel, key, (*pointers, turns, ranks), arguments)
         launch(hopper_bwd_finish_kernel, key, (sums, live_dq), finish_arguments)
     return dq, dk, dv

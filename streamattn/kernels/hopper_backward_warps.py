@@ -58,6 +58,7 @@ class BackwardVariant:
 
     Attributes:
         OWN_DQ: as in `HopperBackwardTile`.
+        SHARED_KEYS: whether both consumers have the same 64 keys; see `hopper_backward_shared`.
         RAGGED: whether the last tile of keys may be a part of one.
         HAS_LEFT: whether the window limits the keys before a query.
         HAS_RIGHT: whether it limits those behind it.
@@ -69,6 +70,7 @@ class BackwardVariant:
     """
 
     OWN_DQ: bool
+    SHARED_KEYS: bool
     RAGGED: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
@@ -87,6 +89,11 @@ class BackwardVariant:
     def HAS_TAIL(self) -> bool:
         """Whether the last tiles of queries may need the test too."""
         return self.HAS_LEFT or self.HAS_SEGMENTS
+
+    @property
+    def KEY_BLOCKS(self) -> int:
+        """Of 64 keys, which a program has."""
+        return 1 if self.SHARED_KEYS else 2
 
     @property
     def ADDERS(self) -> int:
@@ -286,7 +293,8 @@ def work(shape, visibility, program, VARIANT: gl.constexpr):
     """
     batch, num_heads, group, q_len, kv_len, left, right, heads_per_group = shape
     lengths_ptr, stride_lengths, _ = visibility
-    KEYS: gl.constexpr = CONSUMERS * ROWS
+    KEY_BLOCKS: gl.constexpr = VARIANT.value.KEY_BLOCKS
+    KEYS: gl.constexpr = KEY_BLOCKS * ROWS
     kv_heads = num_heads // group
     # under a causal mask early keys are seen by most
     tile, head = schedule(program, gl.cdiv(kv_len, KEYS), batch * kv_heads, heads_per_group)
@@ -309,7 +317,7 @@ def work(shape, visibility, program, VARIANT: gl.constexpr):
             stop = gl.where(first_key < length, stop, 0)
         if VARIANT.value.HAS_SEGMENTS:
             low, high = q_len, 0
-            for c in gl.static_range(CONSUMERS):
+            for c in gl.static_range(KEY_BLOCKS):
                 at = row_of_spans(visibility, b, kv_len, first_key + c * ROWS)
                 low, high = gl.minimum(low, gl.load(at)), gl.maximum(high, gl.load(at + 1))
                 full_start = gl.maximum(full_start, gl.load(at + 2))
@@ -344,14 +352,19 @@ def tile_at(x, span, VARIANT: gl.constexpr):
 
 
 @gluon.jit
-def clear_unseen(smem, unseen):
-    """Zeros where a row [ROWS] of keys or values is seen by no query, by its consumer."""
-    tile = smem.reshape([ROWS, smem.shape[3]])
-    LAYOUT: gl.constexpr = unseen.type.layout.parent
-    values = tile.load(LAYOUT)
-    tile.store(gl.where(unseen[:, None], gl.zeros_like(values), values))
-    fence_async_shared()
-    thread_barrier()  # or the compiler waits in every loop, just before the products that read it
+def clear_unseen(smem, first_key, length, visibility, b, VARIANT: gl.constexpr):
+    """Zeros in the rows of 64 keys or values that no query sees; by one consumer."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    keys = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    unseen = keys >= length
+    if VARIANT.value.HAS_SEGMENTS:
+        unseen = unseen | (gl.load(kv_ids_of(visibility, b) + keys) < 0)
+    if gl.max(unseen.to(gl.int32), 0) > 0:
+        tile = smem.reshape([ROWS, smem.shape[3]])
+        values = tile.load(LAYOUT)
+        tile.store(gl.where(unseen[:, None], gl.zeros_like(values), values))
+        fence_async_shared()
+        thread_barrier()  # or the compiler waits in every loop, just before the products that read it
 
 
 @gluon.jit
@@ -363,24 +376,19 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     num_heads, group, q_len = shape[1], shape[2], shape[3]
     left, right = shape[5], shape[6]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
-    CLEARING: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_smem.dtype
     b, kv_head, first_key, length, span = work(shape, visibility, gl.program_id(0), VARIANT)
     own_key = first_key + WHICH * ROWS
     theirs, ids = own_key, own_key  # of no interest without segments
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
+    if VARIANT.value.HAS_SEGMENTS:
+        ids = q_ids_of(visibility, b)
+        theirs = own_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(ROWS)))
+        theirs = gl.load(kv_ids_of(visibility, b) + theirs)
     if VARIANT.value.HIDES:
-        keys = own_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CLEARING))
-        unseen = keys >= length
-        if VARIANT.value.HAS_SEGMENTS:
-            ids = q_ids_of(visibility, b)
-            unseen = unseen | (gl.load(kv_ids_of(visibility, b) + keys) < 0)
-            theirs = own_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(ROWS)))
-            theirs = gl.load(kv_ids_of(visibility, b) + theirs)
-        if gl.max(unseen.to(gl.int32), 0) > 0:
-            clear_unseen(k_smem.index(WHICH), unseen)
-            clear_unseen(v_smem.index(WHICH), unseen)
+        clear_unseen(k_smem.index(WHICH), own_key, length, visibility, b, VARIANT)
+        clear_unseen(v_smem.index(WHICH), own_key, length, visibility, b, VARIANT)
     if VARIANT.value.HAS_DROPOUT:
         scale, softcap, dropout = scaling
         scaling = (scale, softcap, (gl.load(dropout[0]), dropout[1], dropout[2]))
@@ -467,9 +475,10 @@ def dq_worker(job, VARIANT: gl.constexpr):
 
 @gluon.jit
 def copy_keys(desc, b, kv_head, first_key, full, smem):
-    """Copies the keys or values of all consumers."""
-    mbarrier.expect(full, CONSUMERS * ROWS * smem.shape[4] * 2)
-    for c in gl.static_range(CONSUMERS):
+    """Copies the keys or values of a program."""
+    BLOCKS: gl.constexpr = smem.shape[0]
+    mbarrier.expect(full, BLOCKS * ROWS * smem.shape[4] * 2)
+    for c in gl.static_range(BLOCKS):
         copy_in(desc, [b, kv_head, first_key + c * ROWS, 0], full, smem.index(c))
 
 
@@ -519,7 +528,8 @@ def blind_rows(shape, visibility, b, first_key, length, VARIANT: gl.constexpr):
     blind = 0
     if VARIANT.value.HAS_SEGMENTS:
         first, end = 0, shape[3]
-        for c in gl.static_range(CONSUMERS):
+        KEY_BLOCKS: gl.constexpr = VARIANT.value.KEY_BLOCKS
+        for c in gl.static_range(KEY_BLOCKS):
             at = row_of_spans(visibility, b, shape[4], first_key + c * ROWS)
             first, end = gl.maximum(first, gl.load(at)), gl.minimum(end, gl.load(at + 1))
             blind |= gl.load(at + 4)
@@ -534,7 +544,8 @@ def producer(feed, VARIANT: gl.constexpr):
     """Copies what the consumers will read, in their order, as buffers fall free."""
     descs, buffers, barriers, shape, visibility = feed
     q_desc, k_desc, v_desc, dout_desc, stats_desc = descs
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, _, _, _ = buffers
+    k_smem, v_smem, q_smem, dout_smem = buffers[0], buffers[1], buffers[2], buffers[3]
+    lse_smem, delta_smem = buffers[4], buffers[5]
     k_full, v_full, q_full, dout_full, raw = barriers[0], barriers[1], barriers[2], barriers[3], barriers[5]
     batch, num_heads, group, q_len = shape[0], shape[1], shape[2], shape[3]
     STAGES: gl.constexpr = q_smem.shape[0]

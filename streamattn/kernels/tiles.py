@@ -176,7 +176,7 @@ def choose_hopper_tile(
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """One row of the Hopper backward's table; its tiles have 64 queries and two times 64 keys.
+    """One row of the Hopper backward's table; its tiles have 64 queries and two times 64 keys, or once.
 
     Attributes:
         STAGES: buffers for tiles of queries, and as many for those of dout; each takes a named barrier.
@@ -195,6 +195,7 @@ class HopperBackwardTile:
 HOPPER_BACKWARD_TILES = {
     64: HopperBackwardTile(3, True, 184, 104),
     128: HopperBackwardTile(2, False, 240, 0),
+    256: HopperBackwardTile(2, False, 240, 0),
 }
 
 

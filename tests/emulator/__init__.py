@@ -33,7 +33,16 @@ from tests.emulator import machine
 from tests.emulator.values import DTYPES, LAYOUT, Block, Descriptor, Pointer, Scalar, bare, wrap
 
 GLUON = "triton.experimental.gluon"
-KERNELS = ("primitives", "producer", "launch", "forward", "backward_warps", "backward_order", "backward")
+KERNELS = (
+    "primitives",
+    "producer",
+    "launch",
+    "forward",
+    "backward_warps",
+    "backward_order",
+    "backward_shared",
+    "backward",
+)
 
 
 def program_id(axis: int) -> Scalar:
@@ -131,6 +140,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure:
         return machine.at_named_barrier(int(x[0]), int(x[1]), asm.startswith("bar.sync"))
     if asm.startswith("prefetch"):
         return None
+    if asm.startswith("red.global.add.v4.f32"):
+        return machine.add_directly(args[0], x[1:])
     if "ld.acquire" in asm:
         return machine.await_turn(args[0], int(x[1]))
     if "st.release" in asm:

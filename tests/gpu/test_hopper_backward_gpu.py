@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from streamattn import attention
+from streamattn import attention, dispatch
 from streamattn.dispatch import Backend, unavailable
 from tests.cases import Beside, Case, Inputs, Result, expected, keep_of, relative_errors, run
 from tests.gpu.peers import compare
@@ -40,6 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*args)
 
     monkeypatch.setattr(hopper_backward, "attention_backward", counting)
+    monkeypatch.setattr(dispatch, "MAX_HOPPER_BACKWARD_HEAD_DIM", 256)
     return calls
 
 
@@ -83,7 +84,7 @@ SIZES = [(64, 64), (513, 513), (1000, 1000), (2048, 2048), (100, 613)]
 
 
 # under a causal mask (900, 450) has queries without keys, of which PyTorch's lower-right mask warns
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("sizes", "causal"), [*((x, False) for x in [*SIZES, (900, 450)]), *((x, True) for x in SIZES)], ids=str
 )
@@ -98,7 +99,7 @@ def test_gradients(sizes, causal, head_dim, served, poisoned):
 
 @pytest.mark.parametrize("layout", ["bhtd", "bthd", "fused"])
 @pytest.mark.parametrize("heads", [(6, 1), (3, 3), (9, 3)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_heads_and_layouts(head_dim, heads, layout, served, poisoned):
     case = Case(
         batch=3, q_heads=heads[0], kv_heads=heads[1], q_len=513, kv_len=513, head_dim=head_dim, causal=True,
@@ -108,21 +109,21 @@ def test_heads_and_layouts(head_dim, heads, layout, served, poisoned):
     assert served
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float16(head_dim, served, poisoned):
     case = Case(q_heads=4, kv_heads=2, q_len=1000, kv_len=1000, head_dim=head_dim, causal=True)
     compare(case.build(torch.float16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
     assert served
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_more_items_than_multiprocessors(head_dim, served, poisoned):
     case = Case(batch=20, q_heads=12, kv_heads=12, q_len=300, kv_len=300, head_dim=head_dim, causal=True)
     compare(case.build(torch.bfloat16, "cuda"), ours, SDPBackend.FLASH_ATTENTION, case)
     assert served
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sizes", [(513, 513), (900, 450)], ids=str)
 def test_the_gradient_through_lse(sizes, head_dim, served, poisoned):
     """As close to float64 as the portable kernel."""
@@ -157,7 +158,7 @@ def beside_the_portable_kernel(
 
 FEATURES: dict[str, list[Any]] = {
     "size": [(64, 64), (513, 513), (1000, 1000), (300, 700), (700, 300), (1111, 90)],
-    "head_dim": [64, 80, 128],
+    "head_dim": [64, 80, 128, 192, 256],
     "heads": [(4, 4), (6, 2), (3, 1)],
     "window": [None, "causal", (170, 0), (100, 240), (-1, 30)],
     "extra": ["nothing", "pair", "lengths", "softcap", "dropout", "pair and softcap", "pair and dropout"],
@@ -172,7 +173,7 @@ def test_every_pair_of_features(row, served, poisoned):
 
 
 @pytest.mark.parametrize("segments", ["ids", "pair"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_documents(head_dim, segments, served, poisoned):
     case = Case(q_heads=8, q_len=4096, kv_len=4096, head_dim=head_dim, causal=True, segments=segments)
     inputs = case.build(torch.bfloat16, "cuda")
@@ -187,7 +188,7 @@ def test_many_documents(head_dim, segments, served, poisoned):
 
 
 @pytest.mark.parametrize("options", HIDING, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_what_nobody_sees_reaches_nothing(head_dim, options, served, poisoned):
     """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
     case = Case(q_heads=4, kv_heads=2, q_len=700, kv_len=700, head_dim=head_dim, layout="bthd", **options)
@@ -216,7 +217,7 @@ def test_what_nobody_sees_reaches_nothing(head_dim, options, served, poisoned):
     assert relative_errors(got["dq"], clean["dq"], 1e-30)[0] < 2e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("sizes", [(900, 450), (513, 100)], ids=str)
 def test_what_a_query_without_keys_holds_reaches_nothing(sizes, head_dim, served, poisoned):
     blind = sizes[0] - sizes[1]
@@ -232,7 +233,7 @@ def test_what_a_query_without_keys_holds_reaches_nothing(sizes, head_dim, served
     assert torch.equal(dv, clean[2])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_hundred_repeats(causal, head_dim, served):
     """dk and dv are the same bits each time; dq is the same but for the order of its sums."""
@@ -246,7 +247,7 @@ def test_a_hundred_repeats(causal, head_dim, served):
     assert len(served) == 101
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_an_expanded_gradient(head_dim, served):
     q, k, v = (x.requires_grad_() for x in randn(3, 2, 6, 1000, head_dim))
     grads = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
@@ -278,7 +279,7 @@ def test_large_strides(served):
     assert relative_errors(got[0], want[0], 1e-30)[0] < 2e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_shapes_in_turn(head_dim, served):
     """Memory that was one call's sums is another's gradient: each has tensor maps of its own."""
     shapes = [(2, 4, 1000), (1, 3, 513), (3, 2, 2048)]
@@ -293,7 +294,7 @@ def test_shapes_in_turn(head_dim, served):
     assert len(served) == 18
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_in_a_cuda_graph(head_dim, served):
     q, k, v, dout = randn(4, 2, 6, 1000, head_dim).unbind()
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -315,7 +316,7 @@ def test_in_a_cuda_graph(head_dim, served):
 
 
 # whoever adds in order waits for others: last, so that what hangs keeps no other test from its result
-@pytest.mark.parametrize("row", pairwise(FEATURES), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", pairwise(FEATURES | {"head_dim": [64, 80, 128]}), ids=str)
 def test_deterministic_every_pair_of_features(row, served, poisoned):
     beside_the_portable_kernel(feature_case(row), row["dtype"], served, deterministic=True)
 

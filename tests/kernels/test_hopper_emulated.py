@@ -26,6 +26,7 @@ from streamattn import attention, dispatch  # noqa: E402
 from streamattn.kernels import (  # noqa: E402
     hopper_backward,
     hopper_backward_order,
+    hopper_backward_shared,
     hopper_backward_warps,
     hopper_forward,
     hopper_primitives,
@@ -111,6 +112,11 @@ def test_every_pair_of_features(row, served):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 96), (2, 1, 128)])
 def test_gradients_side_by_side(heads, kv_heads, head_dim, deterministic, served):
+    check_side_by_side(heads, kv_heads, head_dim, deterministic)
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"] * 2
+
+
+def check_side_by_side(heads: int, kv_heads: int, head_dim: int, deterministic: bool) -> None:
     """dq, dk and dv are written into one tensor, nothing of it twice or not at all."""
     qkv = torch.randn(2, 150, heads + 2 * kv_heads, head_dim).to(HALF).requires_grad_()
     options: dict[str, Any] = {"causal": True, "backend": "hopper", "deterministic": deterministic}
@@ -119,7 +125,6 @@ def test_gradients_side_by_side(heads, kv_heads, head_dim, deterministic, served
     dout = torch.randn_like(out)
     (got,) = torch.autograd.grad(out, qkv, dout)
     want = torch.autograd.grad(attention(*parts, **options), parts, dout)
-    assert served == ["hopper_fwd_kernel", "hopper_bwd_kernel"] * 2
     assert got.is_contiguous()
     for name, one, two in zip("qkv", unpacked(got, heads), want, strict=True):
         if name == "q" and not deterministic:  # its sums take their terms in any order
@@ -128,10 +133,21 @@ def test_gradients_side_by_side(heads, kv_heads, head_dim, deterministic, served
             assert torch.isfinite(one).all() and torch.equal(one, two)
 
 
-@pytest.mark.parametrize("row", pairwise(FEATURES | {"head_dim": [256]}), ids=str)
-def test_every_feature_of_wide_heads_forward(row, served):
-    check_forward(feature_case(row))
-    assert served == ["hopper_fwd_kernel"]
+@pytest.fixture
+def shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the backward above a head dimension of 128 through."""
+    monkeypatch.setattr(dispatch, "MAX_HOPPER_BACKWARD_HEAD_DIM", 256)
+
+
+@pytest.mark.parametrize("row", pairwise(FEATURES | {"head_dim": [256, 192]}), ids=str)
+def test_every_feature_of_wide_heads(row, served, shared_keys):
+    check(feature_case(row))
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_shared_kernel"]
+
+
+def test_gradients_of_wide_heads_side_by_side(served, shared_keys):
+    check_side_by_side(3, 3, 256, False)
+    assert served == ["hopper_fwd_kernel", "hopper_bwd_shared_kernel"] * 2
 
 
 SIZES = [(64, 64), (150, 150), (300, 300), (130, 200), (200, 130), (64, 1)]
@@ -180,8 +196,8 @@ def test_padding_between_the_queries_of_two_halves_reaches_nothing():
 
 
 @pytest.mark.parametrize("options", [*HIDING, {"causal": True, "q_len": 400}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_nobody_sees_reaches_nothing(head_dim, options):
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_nobody_sees_reaches_nothing(head_dim, options, shared_keys):
     """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
     case = Case(**({"q_len": 300, "kv_len": 300, "head_dim": head_dim, "layout": "bthd"} | options))
     inputs = case.build(HALF)
@@ -242,7 +258,24 @@ FAULTS = [
     (hopper_backward_warps, "hide", "(rows + last_of_0)", "(rows + last_of_0 - 1)"),
     (hopper_backward_warps, "producer", "if t >= STAGES:", "if t > STAGES:"),
 ]
-# likewise where dq is added up in one order
+# likewise above a head dimension of 128
+SHARED_FAULTS = [
+    (hopper_backward_shared, "dk_step", "await_release(FIRST_BARRIER + 2 * STAGES, PAIR_THREADS)", "pass"),
+    (
+        hopper_backward_shared,
+        "dv_step",
+        "await_release(FIRST_BARRIER + 2 * STAGES + 1, PAIR_THREADS)",
+        "pass",
+    ),
+    (hopper_backward_shared, "dv_step", "dv = warpgroup_mma_wait(1, deps=[dv])", "pass"),
+    (hopper_backward_shared, "dk_step", "dp = warpgroup_mma_wait(0, deps=[dp])", "pass"),
+    (hopper_backward_shared, "dk_step", "+ ROWS * HEAD_DIM // 2, dq", ", dq"),
+    (hopper_backward_shared, "dq_half", ".permute((1, 0))", ""),
+    (hopper_backward_shared, "add_to_sums", "x0, x1, x2, x3]", "x0, x2, x1, x3]"),
+    (hopper_backward_shared, "dv_consumer", "m_full - m_start + m_end - m_tail", "m_full - m_start"),
+    (hopper_backward_warps, "work", "start // ROWS", "start // ROWS + 1"),
+]
+# where dq is added up in one order
 ORDER_FAULTS = [
     (hopper_backward_order, "dq_adder", "await_turn(turns_ptr + at, turn)", "pass"),
     (hopper_backward_order, "dq_adder", "mbarrier.wait(dq_full.index(WHICH), t // ADDERS & 1)", "pass"),
@@ -261,16 +294,25 @@ ORDER_FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "right", "wrong", "deterministic"),
-    [(*fault, False) for fault in FAULTS] + [(*fault, True) for fault in ORDER_FAULTS],
+    ("module", "function", "right", "wrong", "kind"),
+    [(*fault, "plain") for fault in FAULTS]
+    + [(*fault, "shared") for fault in SHARED_FAULTS]
+    + [(*fault, "ordered") for fault in ORDER_FAULTS],
 )
-def test_the_emulator_sees_faults(module, function, right, wrong, deterministic, monkeypatch):
+def test_the_emulator_sees_faults(module, function, right, wrong, kind, monkeypatch, shared_keys):
     """Wrong numbers, a buffer handed back too early, a barrier miscounted, a turn not awaited."""
     source = textwrap.dedent(inspect.getsource(getattr(module, function)))
     assert right in source
     names: dict[str, Any] = dict(vars(module))
     exec(compile(source.replace(right, wrong), "<fault>", "exec"), names)
-    users = (hopper_forward, hopper_producer, hopper_backward, hopper_backward_warps, hopper_backward_order)
+    users = (
+        hopper_forward,
+        hopper_producer,
+        hopper_backward,
+        hopper_backward_warps,
+        hopper_backward_order,
+        hopper_backward_shared,
+    )
     for at in users:
         if hasattr(at, function) and getattr(at, function) is getattr(module, function):
             monkeypatch.setattr(at, function, names[function])
@@ -278,11 +320,14 @@ def test_the_emulator_sees_faults(module, function, right, wrong, deterministic,
     if function == "hand_dq":  # the adder that isn't waited for comes late
         monkeypatch.setattr(machine, "TURN_DELAY", 0.05)
     cases = [Case(q_len=400, kv_len=400, head_dim=128, causal=True)]
-    if deterministic:  # all programs are of one head; without a mask they meet at once
+    if kind == "shared":
+        wide = replace(cases[0], head_dim=256)
+        cases = [wide, replace(wide, causal=False, window_size=(100, 40))]
+    if kind == "ordered":  # all programs are of one head; without a mask they meet at once
         one_head = replace(cases[0], batch=1, q_heads=1, kv_heads=1, kv_len=450)
         cases = [replace(one_head, causal=False), one_head]
         if "row" in right:
             cases = [replace(one_head, segments="pair")]
     with pytest.raises((AssertionError, IndexError)):  # noqa: PT012
         for case in cases:
-            check(case, deterministic)
+            check(case, kind == "ordered")
