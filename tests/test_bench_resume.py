@@ -65,6 +65,37 @@ def test_other_columns_are_refused_and_kept(tmp_path: Path) -> None:
     assert path.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_row_that_was_cut_is_measured_again(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    with appended(str(path), Row) as write:
+        write(line("a"))
+        write(line("b", layers=12345))
+    content = path.read_text()
+    path.write_text(content[:-cut])
+    assert [row["case"] for row in rows_in(str(path), Row)] == ["a"]
+    assert path.read_text() == content[:-cut], "reading changes nothing"
+    with appended(str(path), Row) as write:
+        write(line("b", layers=12345))
+    assert path.read_text() == content
+
+
+def test_columns_without_the_end_of_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    with appended(str(path), Row) as write:
+        write(line("a"))
+    content = path.read_text()
+    path.write_text(content.splitlines()[0])
+    assert rows_in(str(path), Row) == []
+    with appended(str(path), Row) as write:
+        write(line("a"))
+    assert path.read_text() == content
+    path.write_text("a,b\n1,2")
+    with pytest.raises(Mismatch, match="other columns"), appended(str(path), Row):
+        pass
+    assert path.read_text() == "a,b\n1,2"
+
+
 def test_what_a_file_holds(tmp_path: Path) -> None:
     path = str(tmp_path / "x.csv")
     with appended(path, Row) as write:

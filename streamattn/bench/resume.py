@@ -104,6 +104,8 @@ def text(value: Any) -> str:
 def rows_in(path: str, row: type) -> list[dict[str, str]]:
     """The rows of a file; none where there is no file, or an empty one.
 
+    A last row without the end of its line was cut while it was written, and counts as not measured.
+
     Raises:
         Mismatch: its columns are not those of ``row``.
     """
@@ -113,9 +115,15 @@ def rows_in(path: str, row: type) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             if reader.fieldnames is not None and list(reader.fieldnames) != columns:
                 raise Mismatch(f"{path} has other columns than this benchmark writes; name another file")
-            return list(reader)
+            rows = list(reader)
     except FileNotFoundError:
         return []
+    return rows if _whole(Path(path).read_bytes()) else rows[:-1]
+
+
+def _whole(content: bytes) -> bool:
+    """Whether the last line of a file has its end."""
+    return not content or content.endswith(b"\n")
 
 
 def holds(rows: Sequence[dict[str, str]], on: Stamp, wanted: dict[str, Any]) -> bool:
@@ -133,7 +141,7 @@ def holds(rows: Sequence[dict[str, str]], on: Stamp, wanted: dict[str, Any]) -> 
 
 @contextmanager
 def appended(path: str, row: type) -> Iterator[Callable[[Any], None]]:
-    """A CSV file that rows are added to, each in the file as soon as it is written.
+    """A CSV file that rows are added to, each in the file as soon as it is written; a cut last row goes.
 
     Args:
         path: of the file; one that isn't there begins with the names of the columns.
@@ -145,7 +153,13 @@ def appended(path: str, row: type) -> Iterator[Callable[[Any], None]]:
     Raises:
         Mismatch: as `rows_in`.
     """
-    begun = bool(rows_in(path, row)) or (Path(path).is_file() and Path(path).stat().st_size > 0)
+    rows_in(path, row)  # raises before anything changes
+    content = Path(path).read_bytes() if Path(path).is_file() else b""
+    if not _whole(content):
+        head, end, _ = content.rpartition(b"\n")
+        content = head + end if end else content + b"\n"  # columns alone lack no more than their end
+        Path(path).write_bytes(content)
+    begun = bool(content)
     with open(path, "a", buffering=1, newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(row)], lineterminator="\n")
 
