@@ -10,7 +10,7 @@ import pytest
 
 from streamattn import cli
 from streamattn.bench import decode_layer
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import positive, writable, writable_folder
 
 
 def refusal(benchmark: str, *argv: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -94,3 +94,35 @@ def test_an_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPa
     with path.open(encoding="utf-8") as file:
         (row,) = csv.DictReader(file)
     assert (row["case"], row["streamattn_us"]) == ("attention", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("kernel", "--csv", "x.csv"), "--plot"),
+        (("memory", "--csv", "x.csv"), "--plot"),
+        (("memory", "--csv", "x.csv"), "--snapshots"),
+        (("model", "--csv", "x.csv"), "--plot"),
+        (("e2e", "--csv", "x.csv"), "--plot"),
+        (("report",), "--out"),
+        (("readme",), "--out"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(
+    command: tuple[str, ...],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("older\n")
+    assert refusal(*command, option, "file/pictures", capsys=capsys).endswith(
+        f"error: argument {option}: can't use 'file/pictures' as a folder: Not a directory"
+    )
+
+
+def test_asking_for_a_folder_makes_none(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "new" / "one"):
+        assert writable_folder(str(path)) == str(path)
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
+from pathlib import Path
 
 
 def positive(text: str) -> int:
@@ -35,4 +37,20 @@ def writable(path: str) -> str:
             os.remove(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"can't write {path!r}: {error.strerror}") from error
+    return path
+
+
+def writable_folder(path: str) -> str:
+    """The path of a folder that is there, or can be made, and takes files; it isn't made.
+
+    Raises:
+        argparse.ArgumentTypeError: it can't be, and why.
+    """
+    absolute = Path(path).absolute()
+    there = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't use {path!r} as a folder: {error.strerror}") from error
     return path

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from streamattn.bench import plots
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
 from streamattn.bench.models import DTYPES, WIDTH, Entry, ModelCase, autocast, clean, failures_of
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
@@ -334,8 +334,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seq-lens", type=positive, nargs="+", default=lengths, help="tokens of a row")
     add("--batch", type=positive, default=4 if gpu else 2, help="rows")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="bfloat16 is autocast")
-    add("--snapshots", metavar="FOLDER", help="keep histories for PyTorch's memory viewer (GPU only)")
-    add("--plot", metavar="FOLDER", help="draw PNGs there")
+    kept = "keep histories for PyTorch's memory viewer (GPU only)"
+    add("--snapshots", type=writable_folder, metavar="FOLDER", help=kept)
+    add("--plot", type=writable_folder, metavar="FOLDER", help="draw PNGs there")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not gpu:
         raise SystemExit(

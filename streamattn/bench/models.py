@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor
 
 from streamattn.bench import plots, report
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, ON_DEMAND, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
 from streamattn.bench.machine import ask_driver
@@ -446,7 +446,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--modes", nargs="+", choices=MODES, default=list(MODES) if gpu else ["eager"], help="how it runs")
     add("--repeats", type=positive, default=10 if gpu else 3, help="steps of a turn")
     add("--rounds", type=positive, default=2, help="turns of each contestant")
-    add("--plot", metavar="FOLDER", help="draw PNGs of the file there")
+    add("--plot", type=writable_folder, metavar="FOLDER", help="draw PNGs of the file there")
 
 
 def run(cases: Sequence[ModelCase], options: argparse.Namespace, command: str) -> int:

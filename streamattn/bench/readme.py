@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streamattn.bench import plots, report
+from streamattn.bench.arguments import writable_folder
 
 COMMAND = "streamattn bench readme"
 TIMED_ONCE = ("--repeats", "8", "--rounds", "1")
@@ -85,17 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: the largest of the commands'.
     """
     parser = argparse.ArgumentParser(prog=COMMAND, description="Measures every figure of README.md.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the files, the page, the pictures")
+    what = "folder of the files, the page, the pictures"
+    parser.add_argument("--out", type=writable_folder, required=True, help=what)
     options = parser.parse_args(argv)
     plots.need_matplotlib(COMMAND)
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
     bench = import_module("streamattn.bench")
-    files = [str(options.out / f"{name}.csv") for name in COMMANDS]
+    files = [str(out / f"{name}.csv") for name in COMMANDS]
     status = max(
         bench.main([*command, "--csv", file]) for file, command in zip(files, COMMANDS.values(), strict=True)
     )
-    report.main(["--out", str(options.out), *files])
-    print("\n".join(figures(options.out)))
+    report.main(["--out", options.out, *files])
+    print("\n".join(figures(out)))
     return status
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streamattn.bench import plots
+from streamattn.bench.arguments import writable_folder
 from streamattn.bench.resume import extra
 
 COMMAND = "streamattn bench report"
@@ -156,12 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog=COMMAND, description="Renders results as one page with PNGs.")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.csv", help="that benchmarks wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the page and its pictures")
+    what = "folder of the page and its pictures"
+    parser.add_argument("--out", type=writable_folder, required=True, help=what)
     options = parser.parse_args(argv)
     plots.need_matplotlib(COMMAND)
-    options.out.mkdir(parents=True, exist_ok=True)
-    sections = [section(file, options.out) for file in options.files or sorted(CHECKED_IN.glob("*.csv"))]
-    page = options.out / "report.md"
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    sections = [section(file, out) for file in options.files or sorted(CHECKED_IN.glob("*.csv"))]
+    page = out / "report.md"
     page.write_text("# Measurements\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
     print(page)
     return 0

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from streamattn.bench import report, tile_sweep
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import positive, writable, writable_folder
 from streamattn.bench.cases import DTYPES, PASSES, SETS, Case, Sweep, shrunk
 from streamattn.bench.contest import Plan, measure
 from streamattn.bench.plots import need_matplotlib
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--providers", nargs="+", choices=PROVIDERS, default=PEERS, help="who takes part")
     add("--all-flex", action="store_true", help="FlexAttention in every case, not in a few: it compiles each")
     add("--tiles", action="store_true", help="tiles of the portable kernels in place of providers")
-    add("--plot", metavar="FOLDER", help="draw PNGs of the file there")
+    add("--plot", type=writable_folder, metavar="FOLDER", help="draw PNGs of the file there")
     options = parser.parse_args(argv)
     on_cpu = options.device == "cpu"
     if not on_cpu and not gpu:
