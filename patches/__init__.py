@@ -238,8 +238,10 @@ def _lies_in(name: str, other: str) -> bool:
 
 
 def _is_foreign_attention(layer: nn.Module) -> bool:
-    cls = type(layer)
-    return cls.__name__.endswith("Attention") and cls.__module__.split(".")[0] != "streamattn"
+    """Whether a layer's class, or a base of it, calls itself attention, and none is this package's."""
+    classes = type(layer).__mro__
+    ours = any(cls.__module__.split(".")[0] == "streamattn" for cls in classes)
+    return not ours and any(cls.__name__.endswith("Attention") for cls in classes)
 
 
 def _hook_owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

@@ -264,6 +264,13 @@ def test_a_dropout_of_everything_is_refused(family: str) -> None:
         patch_model(build(family, **options))
 
 
+@pytest.mark.parametrize("name", ["OwnAttention", "Own"])
+def test_subclasses_of_this_package_s_layer_are_left_alone(family: str, name: str) -> None:
+    own = type(name, (streamattn.StreamMultiHeadAttention,), {})(8, 2)
+    report = patch_report(patch_model(nn.ModuleList([build(family), own])))
+    assert (len(report.patched), report.skipped) == (3, {})
+
+
 def test_a_mixed_model(family: str) -> None:
     class SomeAttention(nn.Module):
         pass

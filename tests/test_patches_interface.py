@@ -410,6 +410,19 @@ def test_attention_without_the_interface_is_refused() -> None:
         patch_model(transformers.BloomForCausalLM(config))
 
 
+def test_a_subclass_with_a_forward_of_its_own_is_refused() -> None:
+    model = build("Llama")
+    layer = model.get_submodule(LAYERS[0])
+    forward = type(layer).forward
+    layer.__class__ = type(
+        "Mine", (type(layer),), {"forward": lambda *args, **named: forward(*args, **named)}
+    )
+    with pytest.raises(ValueError, match=rf"{LAYERS[0]}: there is no patch for .*Mine"):
+        patch_model(model)
+    report = patch_report(patch_model(model, strict=False))
+    assert (list(report.patched), list(report.skipped)) == (LAYERS[1:], LAYERS[:1])
+
+
 def test_a_dropout_of_everything_is_refused() -> None:
     with pytest.raises(ValueError, match=r"its dropout must be a probability in \[0, 1\), got 1\.0"):
         patch_model(build("Llama", attention_dropout=1.0))
