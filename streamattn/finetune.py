@@ -181,6 +181,8 @@ def build_trainer(job: Job, folder: RunFolder) -> tuple[Trainer, str | None]:
     """
     with _refusing("transformers.TrainingArguments"):
         values: dict[str, Any] = job.training | {"use_cpu": processes.uses_cpu(job)}
+        if not processes.joined():  # one process: accelerate would ask the backend for a group
+            values["ddp_backend"] = None
         arguments = TrainingArguments(**values)
     group = group_of(arguments, job.context_parallel_size)
     checkpoint, starts = checkpoint_to_resume(job, arguments, folder)

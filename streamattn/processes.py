@@ -83,14 +83,14 @@ def uses_cpu(job: Job) -> bool:
 
 def leave() -> None:
     """End the process group, if there is one."""
-    if _joined():
+    if joined():
         dist.destroy_process_group()
 
 
 def raise_in_one_process(mistake: Exception | None) -> None:
     """Raise the mistake of the first process that has one; all processes call this, for all have to stop."""
     found = [mistake is not None]
-    if _joined():
+    if joined():
         found *= dist.get_world_size()
         dist.all_gather_object(found, mistake is not None)
     if any(found):
@@ -110,7 +110,7 @@ def let_the_first_speak(everywhere: bool = False) -> None:
 
 def loss(error: BaseException) -> str | None:
     """What to say of an error by which another process is gone or doesn't answer; None for other errors."""
-    if not _joined() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
+    if not joined() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
         return None
     # Gloo's begins with the place in its source, and ends with advice.
     from_gloo = re.match(r"\[\S*gloo/\S+\] (.*?)(\. This is typically|$)", one_line(error))
@@ -184,7 +184,8 @@ def _attempt(environment: Mapping[str, str]) -> str:
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _joined() -> bool:
+def joined() -> bool:
+    """Whether this process is in a process group, of itself alone perhaps."""
     return dist.is_available() and dist.is_initialized()
 
 

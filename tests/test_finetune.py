@@ -161,6 +161,12 @@ def test_a_diverged_run_has_no_sample(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_one_process_needs_no_backend(tmp_path: Path, backend: str) -> None:
+    job = write_job(tmp_path, ddp_backend=backend, max_steps=1)
+    assert finetune.main([str(job)]) == 0
+
+
 def test_data_around_the_output_dir(tmp_path: Path) -> None:
     """What a run leaves is no text to train on."""
     for name in ("out", "out.3"):

@@ -38,7 +38,7 @@ def test_errors_by_which_another_process_is_lost(
     error: Exception, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert processes.loss(error) is None, "there is no other"
-    monkeypatch.setattr(processes, "_joined", lambda: True)
+    monkeypatch.setattr(processes, "joined", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     said = processes.loss(error)
     assert said == (expected and f"another process of this launch was lost ({expected})")
