@@ -126,3 +126,14 @@ def test_asking_for_a_folder_makes_none(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "new" / "one"):
         assert writable_folder(str(path)) == str(path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "benchmark", ["kernel", "parallel", "model", "e2e", "memory", "precision", "comm", "ddp"]
+)
+def test_help_tells_defaults_that_are_there(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", benchmark, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: None)" not in shown
+    assert "(default: " in shown

@@ -8,6 +8,13 @@ import tempfile
 from pathlib import Path
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to what an option's help says, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def positive(text: str) -> int:
     """A whole number of 1 or more.
 

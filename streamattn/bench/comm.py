@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.gate import WrongResult
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="Times collectives and copies by size and number of processes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")

@@ -29,7 +29,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
 from torch.nn.parallel import DistributedDataParallel
 
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.comm import group, join, rounds
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import relative_error
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="Times ways to average gradients, and measures an optimizer's state when it is spread.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; they are added to those there")

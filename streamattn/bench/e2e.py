@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from streamattn.bench.arguments import HelpFormatter
 from streamattn.bench.models import ModelCase, add_common, run
 
 CASES = {
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="Times whole models with attention as shipped, on cuDNN, patched, and taken out.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_common(parser)
     small = [name for name in CASES if name.startswith("cpu")]

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from streamattn.bench import plots
-from streamattn.bench.arguments import positive, writable, writable_folder
+from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
 from streamattn.bench.models import DTYPES, WIDTH, Entry, ModelCase, autocast, clean, failures_of
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="Peak memory of whole models by length, with one attention or another.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor
 
 from streamattn.bench import plots, report
-from streamattn.bench.arguments import positive, writable, writable_folder
+from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, ON_DEMAND, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
 from streamattn.bench.machine import ask_driver
@@ -515,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="Times training steps (or generation) of whole models with one attention or another.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_common(parser)
     add = parser.add_argument

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import ProcessException
 
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.comm import group, join
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description="Times one sequence shared by several processes, each mode beside one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.cases import DTYPES, precision
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import GRADIENTS, relative_error
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=command,
         description="What a dtype costs in accuracy: sums, layers under autocast, attention.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; they are added to those there")

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamattn.bench.arguments import positive, writable
+from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant, register
 from streamattn.bench.models import DTYPES, WIDTH, ModelCase, autocast
 from streamattn.bench.providers import Unsupported
@@ -423,7 +423,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="streamattn profile",
         description="Where the time of a model's training step goes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, help="where the shares go; a file with some is continued")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from streamattn.bench import report, tile_sweep
-from streamattn.bench.arguments import positive, writable, writable_folder
+from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.cases import DTYPES, PASSES, SETS, Case, Sweep, shrunk
 from streamattn.bench.contest import Plan, measure
 from streamattn.bench.plots import need_matplotlib
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog=COMMAND,
         description="Times attention beside other implementations; what is wrong is not timed.",
         epilog="On a CPU cases are cut to 2 rows, 4 heads and 256 tokens, but where --seq-lens is theirs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")
