@@ -13,7 +13,7 @@ from torch import Tensor
 from streamattn import attention
 from streamattn.bench import contest as module
 from streamattn.bench.cases import Case
-from streamattn.bench.contest import Plan, contest, figures_of, measure, prepared, steps
+from streamattn.bench.contest import Plan, contest, elsewhere, figures_of, measure, prepared, steps
 from streamattn.bench.providers import Call, Provider, Unsupported
 from streamattn.bench.tables import Row
 
@@ -140,6 +140,52 @@ def test_what_is_wrong_is_not_timed(ours: bool) -> None:
     assert rows["wrong"].median_ms is rows["wrong"].tflops is rows["wrong"].error is None
     assert 0.1 not in turns
     assert rows["ours"].speedup == 2.0, "it is no peer"
+
+
+def test_memory_that_others_have_taken_since_is_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = module.clock
+
+    def scarce(work: Callable[[], object], repeats: int) -> Callable[[], list[float]]:
+        measure = prepare(work, repeats)
+
+        def measured() -> list[float]:
+            if clock[-1] == SPEEDS["slow"] and SPEEDS["slow"] in turns:
+                raise torch.OutOfMemoryError("no room")
+            return measure()
+
+        return measured
+
+    monkeypatch.setattr(module, "clock", scarce)
+    rows = {row.provider: row for row in contest(CASE, OTHERS, PLAN)}
+    assert {name: row.status for name, row in rows.items()} == {
+        "ours": "ok",
+        "slow": "out of memory",
+        "fast": "ok",
+    }
+    assert rows["slow"].median_ms is rows["slow"].speedup is None
+    assert rows["ours"].speedup == 2.0
+
+
+def test_a_cache_is_decoded_in_places_that_outgrow_the_second_level_cache() -> None:
+    case = replace(CASE, causal=False, queries=1)
+    inputs = case.tensors(CPU)
+    others = elsewhere(inputs, 2 * case.kv_bytes())
+    assert len(others) == 5, "six caches: three times one that holds two"
+    read: list[int] = []
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        read.append(k.data_ptr())
+        return attention(q, k, v)
+
+    work = prepared("forward", call, inputs, others)
+    outs = [work() for _ in range(12)]
+    assert len(set(read)) == 6
+    assert read[:6] == read[6:], "around and around"
+    for out in outs:
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out, outs[0], atol=0, rtol=0)
+    assert elsewhere(inputs, 0) == elsewhere(inputs, case.kv_bytes() // 3) == []
+    assert len(elsewhere(inputs, 1 << 40)) < 100
 
 
 def test_another_pattern_is_wrong() -> None:

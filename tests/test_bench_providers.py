@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+import streamattn
 from streamattn import attention
 from streamattn.bench import providers
 from streamattn.bench.cases import Case
@@ -56,6 +57,25 @@ def test_calls_are_right(name: str, case: Case, monkeypatch: pytest.MonkeyPatch)
         gate.check(provider.bind, provider.bind(case, CPU), backward=False)  # it has no backward on a CPU
     else:
         judge(name, case)
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient"])
+def test_a_backend_of_sdpa_without_a_kernel_is_unsupported(name: str) -> None:
+    with pytest.raises(Unsupported, match="has no kernel for it here"):
+        judge(name, replace(CASE, num_kv_heads=4))
+
+
+def test_other_errors_of_sdpa_are_not_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> Tensor:
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+    with pytest.raises(RuntimeError, match="misaligned"):
+        judge("sdpa_flash", CASE)
+
+
+def test_the_version_is_that_of_the_code_that_runs() -> None:
+    assert PROVIDERS["streamattn"]().version == f"streamattn {streamattn.__version__}"
 
 
 def test_a_backend_that_needs_a_gpu_says_so_before_it_is_called() -> None:

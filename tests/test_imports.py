@@ -161,6 +161,13 @@ MAY_IMPORT = {
         "streamattn.functional",
     ),
     "streamattn.bench.contestants": ("patches*", "streamattn.bench.providers", "streamattn.job"),
+    "streamattn.bench.providers": (
+        "streamattn",
+        "streamattn.bench.cases",
+        "streamattn.dispatch",
+        "streamattn.functional",
+        "streamattn.pattern",
+    ),
     "streamattn.bench.resume": ("streamattn.bench.machine",),
     "streamattn.bench.plots": ("streamattn.bench.resume",),
     "streamattn.bench": (),

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
+from streamattn import __version__
 from streamattn.bench.cases import Case
 from streamattn.dispatch import MAX_TRITON_HEAD_DIM, Backend, Masks, choose, unsupported_backward
 from streamattn.functional import attention
@@ -99,7 +100,11 @@ def _streamattn(backend: str) -> Provider:
             chosen = Backend.TRITON
         return chosen.value
 
-    return Provider(bind, _version("streamattn"), ours=True, backend=served)
+    return Provider(bind, f"streamattn {__version__}", ours=True, backend=served)
+
+
+NO_KERNEL = ("No available kernel", "No viable backend")
+"""How PyTorch's errors begin where no backend that is allowed can serve a call, on a GPU and on a CPU."""
 
 
 def _sdpa(backend: SDPBackend | None) -> Provider:
@@ -110,14 +115,19 @@ def _sdpa(backend: SDPBackend | None) -> Provider:
             raise Unsupported("it has no such pattern but as a mask of S x S")
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                dropout_p=case.dropout_p,
-                is_causal=case.causal,
-                enable_gqa=case.num_heads != case.num_kv_heads,
-            )
+            try:
+                return F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    dropout_p=case.dropout_p,
+                    is_causal=case.causal,
+                    enable_gqa=case.num_heads != case.num_kv_heads,
+                )
+            except RuntimeError as error:
+                if backend is None or not str(error).startswith(NO_KERNEL):
+                    raise
+                raise Unsupported(f"{backend.name.lower()} has no kernel for it here") from error
 
         return call
 

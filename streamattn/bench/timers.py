@@ -52,7 +52,7 @@ def events(work: Work, repeats: int) -> Measure:
 
 
 def graph(work: Work, repeats: int) -> Measure:
-    """Calls one after another in a CUDA graph: no host time, and the cache as the call before left it."""
+    """Calls one after another in a CUDA graph: no host time, and the cache as the calls before left it."""
     calls = min(MOST_CALLS, max(1, round(GRAPH_MS / statistics.median(events(work, 3)()))))
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
