@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from streamattn.bench.memory import (
     MemoryCase,
     MemoryRow,
     at_peak,
-    draw,
+    draw_course,
     history_on_cpu,
     history_on_gpu,
+    label,
     measure,
     place,
 )
@@ -112,17 +113,17 @@ def test_a_model_is_measured() -> None:
         assert len(row.largest.split("; ")) == 5
 
 
-def row_of(name: str, seq_len: int, peak: float | None) -> MemoryRow:
-    case = MemoryCase(shape="s", layers=None, batch=1, seq_len=seq_len, dtype="float32")
-    return MemoryRow(**asdict(stamp("cpu")), **asdict(case), contestant=name, step_peak_mib=peak)
-
-
-def test_pictures(tmp_path: Path) -> None:
+def test_the_course_of_a_step_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = [row_of("a", 16, 1.0), row_of("a", 32, 2.0), row_of("b", 16, None)]
-    paths = draw(rows, [Course("a", [1.0, 3.0, 2.0], [])], str(tmp_path))
-    assert [Path(path).name for path in paths] == ["memory-s-float32.png", "memory-step.png"]
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
+    path = Path(draw_course(CASE, [Course("a", [1.0, 3.0, 2.0], [])], str(tmp_path)))
+    assert path == tmp_path / "gpt2-nano-1_layers-1x16-float32-step.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_snapshot_takes_the_place_of_another() -> None:
+    cases = [CASE, *(replace(CASE, **{name: value}) for name, value in (("dtype", "bfloat16"), ("batch", 2)))]
+    cases += [replace(CASE, layers=None), replace(CASE, seq_len=2), replace(CASE, shape="gpt2-small")]
+    assert len({label(case) for case in cases}) == 6
 
 
 def test_the_command(
@@ -145,6 +146,13 @@ def test_the_command(
     assert len(list(csv.DictReader(path.open()))) == 2 * 2 * 3
     assert cli.main(command) == 0
     assert "in the file already" in capsys.readouterr().out
+    drawn: list[str] = []
+    monkeypatch.setattr(memory, "draw_course", lambda case, courses, folder: drawn.append(label(case)) or "x")
+    monkeypatch.setattr(memory.report, "draw", lambda file, folder: [f"{file} in {folder}"])
+    folder = str(tmp_path / "pictures")
+    assert cli.main([*command, "32", "--plot", folder]) == 0
+    assert drawn == [f"gpt2-nano-2x32-{dtype}" for dtype in ("bfloat16", "float32")], "what was measured now"
+    assert f"{path} in {folder}" in capsys.readouterr().out, "and all that the file holds"
     with pytest.raises(SystemExit, match="--snapshots needs a CUDA device"):
         cli.main([*command, "--snapshots", str(tmp_path)])
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -15,14 +15,15 @@ from streamattn.bench.report import draw
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "docs" / "measurements" / "attention_h200.csv"
-MODELS = """device,shape,work,batch,dtype,mode,warmup,seq_len,contestant,status,tokens_per_s
-H100,gpt2-small,train,4,bfloat16,eager,5,128,sdpa,ok,1000.5
-H100,gpt2-small,train,4,bfloat16,eager,5,256,sdpa,ok,2000
-H100,gpt2-small,train,4,bfloat16,eager,5,256,eager,out of memory,
+MODELS = """device,shape,layers,work,batch,dtype,mode,warmup,seq_len,contestant,status,tokens_per_s
+H100,gpt2-small,,train,4,bfloat16,eager,5,128,sdpa,ok,1000.5
+H100,gpt2-small,,train,4,bfloat16,eager,5,256,sdpa,ok,2000
+H100,gpt2-small,,train,4,bfloat16,eager,5,256,eager,out of memory,
 """
-MEMORY = """device,shape,batch,dtype,seq_len,contestant,step_peak_mib
-CPU,s,1,float32,16,sdpa,10
-CPU,s,1,float32,32,sdpa,20
+MEMORY = """device,shape,layers,batch,dtype,seq_len,contestant,forward_peak_mib,step_peak_mib
+CPU,s,2,1,float32,16,sdpa,8,10
+CPU,s,2,1,float32,32,sdpa,9,20
+CPU,s,4,1,float32,32,sdpa,10,40
 """
 COMM = """device,operation,backend,world_size,megabytes,bus_gb_s
 CPU,all_reduce,gloo,2,1,0.5
@@ -49,7 +50,13 @@ def test_one_page_of_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = (out / "report.md").read_text()
     assert re.findall(r"^## (.+)$", page, re.MULTILINE) == ["models", "memory", "comm", "kernels"]
     pictures = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert len(pictures) == 3 + 2 * 2
+    assert pictures[:4] == [
+        "models-tokens_per_s-gpt2-small-train-batch_4-bfloat16-eager-warmup_5.png",
+        "memory-forward_peak_mib-s-layers_2-batch_1-float32.png",
+        "memory-step_peak_mib-s-layers_2-batch_1-float32.png",
+        "comm-gloo-2.png",
+    ], "four layers have one length and no line"
+    assert len(pictures) == 4 + 2 * 2
     for name in pictures:
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "| 256 | eager | out of memory |  |" in page

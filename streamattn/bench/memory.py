@@ -5,7 +5,7 @@ training step, with one attention or another on shared weights, each case in a p
 gradients and the optimizer's state are part of a peak, for they are of a run. The largest allocations alive
 at the step's peak are named: on a GPU from the allocator's own history, by the line of Python that asked; on
 a CPU from the profiler's, by the operator. ``--snapshots`` keeps the allocator's history for PyTorch's memory
-viewer, ``--plot`` draws peaks by length and the course of a step.
+viewer, ``--plot`` draws the file's peaks by length and the course of each step that was measured.
 
 Left out on purpose: memory outside PyTorch's allocator (the CUDA context, libraries), and compiled models.
 """
@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from streamattn.bench import plots
+from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
 from streamattn.bench.models import DTYPES, WIDTH, Entry, ModelCase, autocast, clean, failures_of
@@ -166,6 +166,12 @@ class Course:
     largest: list[tuple[float, str]]
 
 
+def label(case: MemoryCase) -> str:
+    """A case's name in the names of files."""
+    layers = "" if case.layers is None else f"-{case.layers}_layers"
+    return f"{case.shape}{layers}-{case.batch}x{case.seq_len}-{case.dtype}"
+
+
 def measure(
     case: MemoryCase, names: Sequence[str], device: str, snapshots: str | None
 ) -> tuple[list[MemoryRow], list[Course]]:
@@ -212,7 +218,7 @@ def measure(
 
             step()  # whatever is made once is made
             if device == "cuda":
-                file = None if snapshots is None else f"{snapshots}/{case.shape}-{case.seq_len}-{name}.pickle"
+                file = None if snapshots is None else f"{snapshots}/{label(case)}-{name}.pickle"
                 before, after, most, step_most = peaks_on_gpu(forward, step)
                 changes = history_on_gpu(step, file)
             else:
@@ -282,28 +288,12 @@ def tables(rows: Sequence[MemoryRow], courses: Sequence[Course]) -> list[Table]:
     return [shown, blocks]
 
 
-def draw(rows: Sequence[MemoryRow], courses: Sequence[Course], folder: str) -> list[str]:
-    """Peaks by length, a picture for each shape and dtype, and the course of the last case's steps.
-
-    Returns:
-        The files.
-    """
-    paths = []
-    for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
-        series: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if (row.shape, row.dtype) == (shape, dtype) and row.step_peak_mib is not None:
-                series.setdefault(f"{row.contestant}, step", []).append((row.seq_len, row.step_peak_mib))
-        if series:
-            paths.append(f"{folder}/memory-{shape}-{dtype}.png")
-            title = f"{shape}, {dtype}: peak memory of a training step"
-            plots.lines(paths[-1], series, title, "tokens of a row", "MiB")
-    if courses:
-        paths.append(f"{folder}/memory-step.png")
-        last = rows[-1]
-        title = f"{last.shape}, {last.batch} x {last.seq_len}, {last.dtype}: one training step"
-        plots.timeline(paths[-1], {course.contestant: course.sizes for course in courses}, title)
-    return paths
+def draw_course(case: MemoryCase, courses: Sequence[Course], folder: str) -> str:
+    """The course of a case's steps as a picture; returns its path."""
+    path = f"{folder}/{label(case)}-step.png"
+    title = f"{case.shape}, {case.batch} x {case.seq_len}, {case.dtype}: one training step"
+    plots.timeline(path, {course.contestant: course.sizes for course in courses}, title)
+    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -336,7 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="bfloat16 is autocast")
     kept = "keep histories for PyTorch's memory viewer (GPU only)"
     add("--snapshots", type=writable_folder, metavar="FOLDER", help=kept)
-    add("--plot", type=writable_folder, metavar="FOLDER", help="draw PNGs there")
+    drawn = "draw PNGs of the file and of the steps there"
+    add("--plot", type=writable_folder, metavar="FOLDER", help=drawn)
     options = parser.parse_args(argv)
     if options.device == "cuda" and not gpu:
         raise SystemExit(
@@ -361,6 +352,7 @@ def run(cases: Sequence[MemoryCase], options: argparse.Namespace, command: str) 
     console, errors = Console(width=WIDTH), Console(width=WIDTH, stderr=True)
     rows: list[MemoryRow] = []
     courses: list[Course] = []
+    drawn: list[str] = []
     bad = False
     try:
         held = rows_in(options.csv, MemoryRow)
@@ -382,15 +374,16 @@ def run(cases: Sequence[MemoryCase], options: argparse.Namespace, command: str) 
                     write(row)
                     bad |= row.status.startswith("wrong")
                 rows += found
+                if options.plot and courses:
+                    drawn.append(draw_course(case, courses, options.plot))
     except Mismatch as error:
         raise SystemExit(f"{command}: {error}") from None
     if not rows:
         console.print("every case is in the file already")
-        return int(bad)
-    for table in tables(rows, courses):
+    for table in tables(rows, courses) if rows else ():
         console.print(table, highlight=False)
     if options.plot:
-        for path in draw(rows, courses, options.plot):
+        for path in (*drawn, *report.draw(options.csv, options.plot)):
             console.print(path, highlight=False)
     return int(bad)
 

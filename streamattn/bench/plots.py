@@ -87,7 +87,7 @@ def timeline(path: str, sizes: Mapping[str, Sequence[float]], title: str) -> Non
         sizes: MiB after each allocation or release, by name.
         title: above it.
     """
-    figure, axes = _axes(title, "allocations and releases, of all in the step", "MiB in use")
+    figure, axes = _axes(title, "share of the step's allocations and releases", "MiB in use")
     for name, values in sizes.items():
         steps = [index / max(1, len(values) - 1) for index in range(len(values))]
         axes.step(steps, values, where="post", label=name)

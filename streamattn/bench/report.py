@@ -72,14 +72,33 @@ def kernel_pictures(frame: Any, stem: str) -> Iterator[str]:
             yield path
 
 
-def length_pictures(frame: Any, stem: str, by: Sequence[str], what: str, title: str) -> Iterator[str]:
-    """One figure of models by length, a picture for each group with several lengths."""
+NUMBERS = ("layers", "batch", "warmup")
+"""Columns whose values are told with their names: a number alone says nothing."""
+
+
+def length_pictures(
+    frame: Any, stem: str, by: Sequence[str], what: str, title: str, unit: str
+) -> Iterator[str]:
+    """One figure of models by length, a picture for each group with several lengths.
+
+    Args:
+        frame: of the file.
+        stem: of the paths.
+        by: columns that make a group.
+        what: the column that is drawn.
+        title: what that is.
+        unit: of it.
+    """
     for values, rows in frame.groupby(list(by), sort=False, dropna=False):
         series = series_of(rows, "contestant", "seq_len", what)
         if any(len(points) > 1 for points in series.values()):
-            words = [str(value) for value in values if value == value]
-            path = f"{stem}-{what}-{'-'.join(words)}.png"
-            plots.lines(path, series, f"{', '.join(words)}: {title}", "tokens of a row", title)
+            words = [
+                f"{name} {value:g}" if name in NUMBERS else str(value)
+                for name, value in zip(by, values, strict=True)
+                if value == value
+            ]
+            path = f"{stem}-{what}-{'-'.join(words).replace(' ', '_')}.png"
+            plots.lines(path, series, f"{title}: {', '.join(words)}", "tokens of a row", unit)
             yield path
 
 
@@ -89,10 +108,12 @@ def pictures(frame: Any, stem: str) -> Iterator[str]:
     if {"provider", "flop_per_byte"} <= columns:
         yield from kernel_pictures(frame, stem)
     if "tokens_per_s" in columns:
-        by = ("shape", "work", "batch", "dtype", "mode", "warmup")
-        yield from length_pictures(frame, stem, by, "tokens_per_s", "tokens/s")
+        by = ("shape", "layers", "work", "batch", "dtype", "mode", "warmup")
+        yield from length_pictures(frame, stem, by, "tokens_per_s", "speed", "tokens/s")
     if "step_peak_mib" in columns:
-        yield from length_pictures(frame, stem, ("shape", "batch", "dtype"), "step_peak_mib", "MiB")
+        for part in ("forward", "step"):
+            by = ("shape", "layers", "batch", "dtype")
+            yield from length_pictures(frame, stem, by, f"{part}_peak_mib", f"peak of a {part}", "MiB")
     if "bus_gb_s" in columns:
         for (backend, world), rows in frame.groupby(["backend", "world_size"]):
             series = series_of(rows, "operation", "megabytes", "bus_gb_s")
