@@ -34,7 +34,15 @@ CASE = ModelCase("p", "train", "gpt2-nano", 1, 1, 16, dtype="float32")
         ("aten::bmm", "matmul"),
         ("aten::mul", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "elementwise"),
-        ("void (anonymous namespace)::softmax_warp_forward<float>", "softmax"),
+        (
+            "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>",
+            "softmax",
+        ),
+        ("void cunn_SoftMaxForward<4, float, float, float, (anonymous)::SoftMaxForwardEpilogue>", "softmax"),
+        ("void cunn_SoftMaxForward<4, float, float, float, (anonymous)::LogSoftMaxForwardEpilogue>", "loss"),
+        ("aten::_log_softmax_backward_data", "loss"),
+        ("aten::nll_loss_forward", "loss"),
+        ("aten::_softmax_backward_data", "softmax"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
@@ -79,7 +87,7 @@ def test_products_of_known_size_are_counted() -> None:
 def test_phases_ranges_and_shares(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     step = Step(replace(CASE, shape="olmo2-nano"), "unfused", "cpu")
-    kernels = profiled(step, str(trace), warmup=1)
+    kernels, parts = profiled(step, str(trace), warmup=1)
     names = {phase: {kernel.name for kernel in found} for phase, found in kernels.items()}
     assert "aten::_softmax" in names["forward"]
     assert "aten::_softmax_backward_data" in names["backward"]
@@ -87,7 +95,8 @@ def test_phases_ranges_and_shares(tmp_path: Path) -> None:
     assert not any("forward" in names[phase] for phase in names), "ranges are no kernels"
     ranges = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"step", "forward", "backward", "optimizer", "scores", "softmax", "values"} <= ranges
-    rows = rows_of(stamp("cpu"), CASE, "unfused", kernels, {"forward": {"matmul": 30, "softmax": 10}})
+    flops = {"forward": {"matmul": 30, "softmax": 10}}
+    rows = rows_of(stamp("cpu"), CASE, "unfused", kernels, parts, flops)
     for phase in ("forward", "backward", "optimizer", "step"):
         mine = [row for row in rows if row.phase == phase]
         assert sum(row.share for row in mine) == pytest.approx(1.0, abs=1e-3)
@@ -95,6 +104,15 @@ def test_phases_ranges_and_shares(tmp_path: Path) -> None:
         assert sum(row.ms for row in mine) == pytest.approx(total / 1000, rel=1e-2)
     (softmax,) = [row for row in rows if (row.phase, row.kind) == ("forward", "softmax")]
     assert (softmax.flops, softmax.flops_share) == (10, 0.25)
+    assert softmax.calls == 2, "of a layer: the call and the kernel; the loss has its own class"
+    ranges = [row for row in rows if row.kind == "range"]
+    assert [(row.phase, row.calls) for row in ranges] == [
+        (part, 1) for part in ("scores", "softmax", "values")
+    ]
+    whole = parts["forward"].us / 1000
+    assert 0.0 < sum(row.share for row in ranges) < 1.0
+    for row in ranges:
+        assert row.ms == pytest.approx(row.share * whole, abs=2e-4 * whole)
 
 
 def test_unfused_attention_is_right() -> None:
@@ -146,7 +164,7 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = {phase: [Kernel("aten::mm", 2, 30.0), Kernel("aten::mul", 1, 10.0)] for phase in profile.PHASES}
-    monkeypatch.setattr(profile, "profiled", lambda *args: kernels)
+    monkeypatch.setattr(profile, "profiled", lambda *args: (kernels, {}))
     monkeypatch.setattr(profile, "counted", lambda step: {"forward": {"matmul": 9, "softmax": 1}})
     path = tmp_path / "x.csv"
     assert cli.main(["profile", "--csv", str(path), "--layers", "1", "--seq-len", "8"]) == 0
@@ -154,7 +172,11 @@ def test_the_command(
     assert "the longest of 2 operators" in shown
     (nsys,) = [line for line in shown.splitlines() if line.startswith("nsys profile ")]
     assert "--capture-range=cudaProfilerApi" in nsys
-    assert "--once --attention streamattn --shape gpt2-nano --layers 1 --seq-len 8" in nsys
+    (ncu,) = [line for line in shown.splitlines() if line.startswith("ncu ")]
+    assert "--profile-from-start off" in ncu
+    assert "lts__t_sector_hit_rate.pct" in ncu
+    for line in (nsys, ncu):
+        assert "--once --attention streamattn --shape gpt2-nano --layers 1 --seq-len 8" in line
     rows = list(csv.DictReader(path.open()))
     assert [row["kind"] for row in rows if row["phase"] == "step"] == ["softmax", "matmul", "elementwise"]
     assert [row["share"] for row in rows if row["kind"] == "matmul"] == ["0.75"] * 4

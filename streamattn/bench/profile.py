@@ -8,8 +8,9 @@ stand beside the shares of time. On a CPU operators take the place of kernels.
 
 Ranges (step, forward, backward, optimizer, and of each unfused layer scores, softmax, values) are NVTX's and
 torch.profiler's at once. ``--trace`` writes a chrome trace of a step. ``--once`` runs one step between
-cudaProfilerStart and cudaProfilerStop and measures nothing: the command for Nsight is printed, and ``--ncu``
-runs Nsight Compute on it for occupancy and hit rates of the caches. Left out on purpose: compiled models.
+cudaProfilerStart and cudaProfilerStop and measures nothing: the commands for Nsight are printed, and
+``--ncu`` runs Nsight Compute on it for occupancy and hit rates of the caches. Left out on purpose: compiled
+models.
 """
 
 from __future__ import annotations
@@ -37,21 +38,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant, register
+from streamattn.bench.machine import ask_driver
 from streamattn.bench.models import DTYPES, WIDTH, ModelCase, autocast
 from streamattn.bench.providers import Unsupported
 from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 
 PHASES = ("forward", "backward", "optimizer")
-RANGES = (*PHASES, "step", "scores", "softmax", "values")
+PARTS = ("scores", "softmax", "values")
+"""Of unfused attention."""
+RANGES = (*PHASES, "step", *PARTS)
 CLASSES = {
     "attention": r"query_spans|decode_|flash|fmha|attention|sdpa|attn|_fwd_kernel|_bwd_kernel|hopper",
+    "loss": r"nll_loss|log_?softmax|cross_entropy",
     "softmax": r"softmax",
     "matmul": r"gemm|matmul|nvjet|cutlass|::(add|b|add_b)?mm\b|::linear|::matmul|xmma",
     "elementwise": r"elementwise|::(add|mul|sub|div|tanh|pow|gelu|silu|copy|_to_copy|neg|where|exp|cat)_?\b"
     r"|::(fill|zero)_?\b|multi_tensor|memcpy|memset|triton_poi|fused_adam|dropout",
-    "reduction": r"reduce|norm|nll_loss|::(sum|mean|rsqrt|var|argmax)\b|triton_(red|per)|embedding|index",
+    "reduction": r"reduce|norm|::(sum|mean|rsqrt|var|argmax)\b|triton_(red|per)|embedding|index",
 }
-"""Classes of kernels (operators on a CPU) and the names of each; the first that matches counts."""
+"""Classes of kernels (operators on a CPU) and the names of each; the first that matches counts. The loss
+keeps its own softmax, which is no attention's and the longer one where the vocabulary is large."""
 METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy %",
     "l1tex__t_sector_hit_rate.pct": "L1 hits %",
@@ -73,11 +79,11 @@ class ProfileRow(Stamp):
         seq_len: tokens of a row.
         dtype: bfloat16 is autocast.
         contestant: whose attention.
-        phase: forward, backward, optimizer, or step, their sum.
-        kind: a name in `CLASSES`, or other.
+        phase: forward, backward, optimizer, or step, their sum; a part of unfused attention, in all layers.
+        kind: a name in `CLASSES`, or other; for a part range: its time from end to end in the forward.
         calls: kernels, or operators.
         ms: of them all, in one step.
-        share: of the phase's time, 0 to 1.
+        share: of the phase's time, for a part of the forward's from end to end, 0 to 1.
         flops: of them all, where they are counted; matmul counts those of unfused attention too.
         flops_share: of the phase's, 0 to 1.
     """
@@ -99,7 +105,7 @@ class ProfileRow(Stamp):
 
 @dataclass(frozen=True)
 class Kernel:
-    """All launches of one name in a phase: how many, and their time in microseconds."""
+    """All launches of one name in a phase, or all ranges: how many, and their time in microseconds."""
 
     name: str
     calls: int
@@ -163,6 +169,16 @@ def kernels_of(profiler: Any, on_gpu: bool) -> list[Kernel]:
         if wanted and time > 0:
             found.append(Kernel(event.key, event.count, time))
     return sorted(found, key=lambda kernel: -kernel.us)
+
+
+def ranges_of(profiler: Any, on_gpu: bool) -> dict[str, Kernel]:
+    """Ranges by name: on a GPU from the first of their kernels to the last, on a CPU as they were called."""
+    found = {}
+    for event in profiler.key_averages():
+        if event.key in RANGES and event.device_type.name == ("CUDA" if on_gpu else "CPU"):
+            time = event.device_time_total if on_gpu else event.cpu_time_total
+            found[event.key] = Kernel(event.key, event.count, time)
+    return found
 
 
 class Step:
@@ -229,8 +245,8 @@ class Step:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def profiled(step: Step, trace: str | None, warmup: int) -> dict[str, list[Kernel]]:
-    """Kernels of each phase.
+def profiled(step: Step, trace: str | None, warmup: int) -> tuple[dict[str, list[Kernel]], dict[str, Kernel]]:
+    """Kernels of each phase, and all ranges.
 
     Args:
         step: of a model.
@@ -246,19 +262,20 @@ def profiled(step: Step, trace: str | None, warmup: int) -> dict[str, list[Kerne
 
     for _ in range(warmup):
         step.whole()
-    found = {}
+    found, ranges = {}, {}
     for name, phase in step.phases().items():
         finish()
         with profile(activities=activities, acc_events=True) as profiler:
             phase()
             finish()
         found[name] = kernels_of(profiler, on_gpu)
+        ranges |= ranges_of(profiler, on_gpu)
     if trace is not None:
         with profile(activities=activities, acc_events=True) as profiler:
             step.whole()
             finish()
         profiler.export_chrome_trace(trace)
-    return found
+    return found, ranges
 
 
 def counted(step: Step) -> dict[str, dict[str, int]]:
@@ -286,9 +303,33 @@ def counted(step: Step) -> dict[str, dict[str, int]]:
 
 
 def rows_of(
-    on: Stamp, case: ModelCase, name: str, kernels: dict[str, list[Kernel]], flops: dict[str, dict[str, int]]
+    on: Stamp,
+    case: ModelCase,
+    name: str,
+    kernels: dict[str, list[Kernel]],
+    ranges: dict[str, Kernel],
+    flops: dict[str, dict[str, int]],
 ) -> list[ProfileRow]:
-    """A row of each class in each phase and in the step."""
+    """A row of each class in each phase and in the step, and of each part of unfused attention."""
+
+    def row(phase: str, kind: str, calls: int, us: float, share: float, counts: dict[str, int]) -> ProfileRow:
+        return ProfileRow(
+            **asdict(on),
+            shape=case.shape,
+            layers=case.layers,
+            batch=case.batch,
+            seq_len=case.seq_len,
+            dtype=case.dtype,
+            contestant=name,
+            phase=phase,
+            kind=kind,
+            calls=calls,
+            ms=round(us / 1000.0, 4),
+            share=round(share, 4),
+            flops=counts.get(kind),
+            flops_share=round(counts[kind] / sum(counts.values()), 5) if kind in counts else None,
+        )
+
     rows = []
     step = {"step": [kernel for phase in kernels.values() for kernel in phase]}
     total: dict[str, int] = {}
@@ -301,26 +342,11 @@ def rows_of(
         for kind in (*CLASSES, "other"):
             mine = [kernel for kernel in found if kind_of(kernel.name) == kind]
             us = sum(kernel.us for kernel in mine)
-            if not mine and kind not in counts:
-                continue
-            rows.append(
-                ProfileRow(
-                    **asdict(on),
-                    shape=case.shape,
-                    layers=case.layers,
-                    batch=case.batch,
-                    seq_len=case.seq_len,
-                    dtype=case.dtype,
-                    contestant=name,
-                    phase=phase,
-                    kind=kind,
-                    calls=sum(kernel.calls for kernel in mine),
-                    ms=round(us / 1000.0, 4),
-                    share=round(us / all_us, 4),
-                    flops=counts.get(kind),
-                    flops_share=round(counts[kind] / sum(counts.values()), 5) if kind in counts else None,
-                )
-            )
+            if mine or kind in counts:
+                calls = sum(kernel.calls for kernel in mine)
+                rows.append(row(phase, kind, calls, us, us / all_us, counts))
+    for part in (ranges[name] for name in PARTS if name in ranges):
+        rows.append(row(part.name, "range", part.calls, part.us, part.us / ranges["forward"].us, {}))
     return rows
 
 
@@ -393,6 +419,12 @@ def read_ncu(text: str) -> list[dict[str, Any]]:
     ]
 
 
+def ncu_command(tool: str, launches: int) -> list[str]:
+    """Nsight Compute's command line before the command that it looks at; ``tool`` is its path."""
+    arguments = [tool, "--csv", "--page", "raw", "--profile-from-start", "off", "--target-processes", "all"]
+    return [*arguments, "--metrics", ",".join(METRICS), "--launch-count", str(launches)]
+
+
 def run_ncu(command: Sequence[str], launches: int) -> tuple[list[dict[str, Any]], str | None]:
     """Occupancy and hit rates of the first kernels of a step.
 
@@ -406,10 +438,10 @@ def run_ncu(command: Sequence[str], launches: int) -> tuple[list[dict[str, Any]]
     tool = shutil.which("ncu")
     if tool is None:
         return [], "ncu is not installed"
-    arguments = [tool, "--csv", "--page", "raw", "--profile-from-start", "off", "--target-processes", "all"]
-    arguments += ["--metrics", ",".join(METRICS), "--launch-count", str(launches), *command]
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=540)
+        done = subprocess.run(
+            [*ncu_command(tool, launches), *command], capture_output=True, text=True, timeout=540
+        )
     except subprocess.TimeoutExpired:
         return [], "ncu took longer than nine minutes"
     found = read_ncu(done.stdout)
@@ -481,8 +513,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         once(step, options.warmup)
         return 0
     console = Console(width=WIDTH)
-    kernels = profiled(step, options.trace, options.warmup)
-    rows = rows_of(stamp(options.device), case, options.attention, kernels, counted(step))
+    clock = ask_driver("clocks.sm") if options.device == "cuda" else None
+    kernels, ranges = profiled(step, options.trace, options.warmup)
+    on = stamp(options.device, None if clock is None else clock(2.0))
+    rows = rows_of(on, case, options.attention, kernels, ranges, counted(step))
     if options.csv:
         try:
             with appended(options.csv, ProfileRow) as write:
@@ -497,8 +531,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("attention", "shape", "layers", "seq_len", "batch", "dtype", "warmup"):
         if getattr(options, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    nsys = "nsys profile -o step --trace=cuda,nvtx,cublas,cudnn --capture-range=cudaProfilerApi"
-    console.print(f"{nsys} {shlex.join(command)}", markup=False, highlight=False, soft_wrap=True)
+    nsys = [
+        "nsys",
+        "profile",
+        "-o",
+        "step",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--capture-range=cudaProfilerApi",
+    ]
+    for tool in (nsys, ncu_command("ncu", options.launches)):
+        console.print(shlex.join([*tool, *command]), markup=False, highlight=False, soft_wrap=True)
     if options.ncu:
         del step
         torch.cuda.empty_cache()
