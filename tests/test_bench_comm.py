@@ -12,6 +12,7 @@ import torch
 from streamattn import cli
 from streamattn.bench import comm
 from streamattn.bench.comm import COLLECTIVES, bus_factor, row_of
+from streamattn.bench.gate import WrongResult
 from streamattn.bench.resume import stamp
 
 
@@ -42,31 +43,65 @@ def test_every_collective_is_judged_and_timed_between_two_processes(
 def test_bandwidths() -> None:
     assert [bus_factor(name, 4) for name in COLLECTIVES] == [1.5, 0.75, 0.75, 0.75, 1.0]
     assert bus_factor("host_to_device", 1) == 1.0
-    row = row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, 2.0, "ok")
+    row = row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, [2.0, 1.0, 2.0, 6.0, 1.0, 9.0], "ok")
     assert (row.algorithm_gb_s, row.bus_gb_s) == (50.0, 75.0)
-    assert row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, None, "no").bus_gb_s is None
+    assert (row.p20_ms, row.median_ms, row.p80_ms) == (1.0, 2.0, 6.0)
+    without = row_of(stamp("cpu"), "all_reduce", "nccl", 4, 100, [], "no")
+    assert without.bus_gb_s is without.median_ms is without.p80_ms is None
 
 
 def test_copies_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
 
-    def copy(*arguments: object) -> float:
+    def copy(*arguments: object) -> list[float]:
         made.append(arguments[:3])
-        return 2.0
+        if arguments[1:3] == ("pageable", 8):
+            raise WrongResult("wrong: lost")
+        return [2.0]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(comm, "copy", copy)
     monkeypatch.setattr(comm, "group", lambda *arguments: [])
     path = tmp_path / "x.csv"
     command = ["bench", "comm", "--csv", str(path), "--megabytes", "1", "8"]
-    for _ in range(2):
-        assert cli.main(command) == 0
+    assert [cli.main(command) for _ in range(2)] == [1, 0]
     directions = ("host_to_device", "device_to_host")
     wanted = [(way, kind, mb) for mb in (1, 8) for kind in ("pinned", "pageable") for way in directions]
     assert made == wanted
     rows = list(csv.DictReader(path.open()))
     assert [(row["operation"], row["backend"], int(row["megabytes"])) for row in rows] == wanted
-    assert [row["bus_gb_s"] for row in rows] == ["0.5"] * 4 + ["4.0"] * 4
+    assert [row["bus_gb_s"] for row in rows] == ["0.5"] * 4 + ["4.0"] * 2 + [""] * 2
+    assert [row["status"] for row in rows] == ["ok"] * 6 + ["wrong: lost"] * 2
+
+
+def test_copies_alone_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(comm, "copy", lambda *arguments: [2.0])
+    monkeypatch.setattr(comm, "group", lambda *arguments: pytest.fail("collectives were not asked for"))
+    path = tmp_path / "x.csv"
+    assert cli.main(["bench", "comm", "--csv", str(path), "--operations", "host_to_device"]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert {row["operation"] for row in rows} == {"host_to_device"}
+    assert {int(row["megabytes"]) for row in rows} == {1, 8, 64, 512, 1000}, "up to a gigabyte"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+def test_a_copy_is_judged_by_what_arrived(memory: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two places of the host; one of them believes to be a GPU."""
+    for name in ("zeros", "ones"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            comm.torch, name, lambda size, make=make, **options: make(size, dtype=torch.uint8)
+        )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    if lost:
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda self, of, non_blocking: self)
+        with pytest.raises(WrongResult, match="other numbers arrived"):
+            comm.copy("device_to_host", memory, 1, 2)
+        return
+    for operation in comm.COPIES:
+        assert len(comm.copy(operation, memory, 1, 2)) == 2
 
 
 class Lone:
@@ -98,12 +133,14 @@ def test_a_wrong_sum_is_not_timed(
     comm.member(0, 2, "gloo", str(tmp_path), [("all_reduce", 4000)], 1)
     (entry,) = json.loads((tmp_path / "found.json").read_text())
     assert entry["status"].startswith(status)
-    assert ("ms" in entry) == (status == "ok")
+    assert ("times" in entry) == (status == "ok")
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     command = ["bench", "comm", "--csv", str(tmp_path / "x.csv")]
     with pytest.raises(SystemExit, match="NCCL needs a GPU a process; there are 0"):
         cli.main([*command, "--backend", "nccl"])
+    with pytest.raises(SystemExit, match="device_to_host need a CUDA device"):
+        cli.main([*command, "--operations", "all_reduce", "device_to_host"])
     with pytest.raises(SystemExit):
         cli.main([*command, "--world-sizes", "1"])

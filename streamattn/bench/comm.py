@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.gate import WrongResult
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
+from streamattn.bench.timers import quantiles
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 COPIES = ("host_to_device", "device_to_host")
@@ -50,6 +50,8 @@ class CommRow(Stamp):
         world_size: processes; 1 for copies.
         megabytes: of the larger buffer, 10^6 bytes each.
         median_ms: of a round.
+        p20_ms: of the same rounds.
+        p80_ms: of the same rounds.
         algorithm_gb_s: size over time, 10^9 bytes a second.
         bus_gb_s: of one link.
         status: ok, or why there are no figures.
@@ -60,6 +62,8 @@ class CommRow(Stamp):
     world_size: int
     megabytes: int
     median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
     algorithm_gb_s: float | None = None
     bus_gb_s: float | None = None
     status: str = "ok"
@@ -162,7 +166,7 @@ def member(
             dist.all_reduce(wrong)
             if wrong.item():
                 raise WrongResult("wrong: a process got other numbers than were sent")
-            entry["ms"] = statistics.median(rounds(work, repeats, device))
+            entry["times"] = rounds(work, repeats, device)
         except WrongResult as error:
             entry["status"] = str(error)
         except RuntimeError as error:  # every process fails alike at what its backend has not
@@ -191,14 +195,17 @@ def group(function: Callable[..., None], world_size: int, backend: str, *argumen
         return json.loads(Path(f"{folder}/found.json").read_text(encoding="utf-8"))
 
 
-def copy(operation: str, memory: str, megabytes: int, repeats: int) -> float:
-    """Median milliseconds of a copy between host and GPU.
+def copy(operation: str, memory: str, megabytes: int, repeats: int) -> list[float]:
+    """Milliseconds of copies between host and GPU, each judged by what arrived.
 
     Args:
         operation: a name in `COPIES`.
         memory: of the host: pinned or pageable.
         megabytes: how much.
         repeats: copies that count.
+
+    Raises:
+        WrongResult: other numbers arrived.
     """
     host = torch.zeros(megabytes * MB, dtype=torch.uint8, pin_memory=memory == "pinned")
     there = torch.ones(megabytes * MB, dtype=torch.uint8, device="cuda")
@@ -211,33 +218,49 @@ def copy(operation: str, memory: str, megabytes: int, repeats: int) -> float:
         torch.cuda.synchronize()
         if index >= WARMUP:
             times.append((time.perf_counter() - start) * 1000.0)
-    return statistics.median(times)
+    if not torch.equal(to.cpu(), of.cpu()):
+        raise WrongResult("wrong: other numbers arrived than were copied")
+    return times
 
 
 def row_of(
-    on: Stamp, operation: str, backend: str, world_size: int, megabytes: int, ms: float | None, status: str
+    on: Stamp,
+    operation: str,
+    backend: str,
+    world_size: int,
+    megabytes: int,
+    times: Sequence[float],
+    status: str,
 ) -> CommRow:
-    """A row with its bandwidths."""
-    speed = None if ms is None else megabytes * MB / ms / 1e6
+    """A row with its bandwidths; without figures where there are no times."""
+    figures: dict[str, Any] = {}
+    if times:
+        p20, ms, p80 = quantiles(times)
+        speed = megabytes * MB / ms / 1e6
+        figures = dict(
+            median_ms=round(ms, 4),
+            p20_ms=round(p20, 4),
+            p80_ms=round(p80, 4),
+            algorithm_gb_s=round(speed, 3),
+            bus_gb_s=round(speed * bus_factor(operation, world_size), 3),
+        )
     return CommRow(
         **asdict(on),
         operation=operation,
         backend=backend,
         world_size=world_size,
         megabytes=megabytes,
-        median_ms=None if ms is None else round(ms, 4),
-        algorithm_gb_s=None if speed is None else round(speed, 3),
-        bus_gb_s=None if speed is None else round(speed * bus_factor(operation, world_size), 3),
         status=status,
+        **figures,
     )
 
 
 def table(rows: Sequence[CommRow]) -> Table:
     """All rows."""
-    headings = ("operation", "over", "processes", "MB", "ms", "algorithm GB/s", "bus GB/s", "status")
-    shown = Table(*headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = ("operation", "over", "processes", "MB", "ms", "p20", "p80", "algorithm GB/s", "bus GB/s")
+    shown = Table(*headings, "status", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
-        figures = (row.median_ms, row.algorithm_gb_s, row.bus_gb_s)
+        figures = (row.median_ms, row.p20_ms, row.p80_ms, row.algorithm_gb_s, row.bus_gb_s)
         cells = ["" if figure is None else f"{figure:.3f}" for figure in figures]
         shown.add_row(
             row.operation, row.backend, str(row.world_size), str(row.megabytes), *cells, row.status[:50]
@@ -268,16 +291,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--backend", choices=["gloo", "nccl"], default="nccl" if gpus > 1 else "gloo", help="NCCL needs GPUs")
     worlds = [n for n in (2, 4, 8) if n <= gpus] if gpus > 1 else [2]
     add("--world-sizes", type=positive, nargs="+", default=worlds, help="processes")
-    sizes = [1, 8, 64, 512, 1000] if gpus > 1 else [1, 8]
+    sizes = [1, 8, 64, 512, 1000] if gpus else [1, 8]
     add("--megabytes", type=positive, nargs="+", default=sizes, help="of the larger buffer")
-    add("--operations", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES), help="which")
-    add("--repeats", type=positive, default=20 if gpus > 1 else 5, help="rounds behind a median")
-    add("--no-copies", action="store_true", help="leave out copies between host and GPU")
+    there = [*COLLECTIVES, *(COPIES if gpus else ())]
+    add("--operations", nargs="+", choices=(*COLLECTIVES, *COPIES), default=there, help="copies need a GPU")
+    add("--repeats", type=positive, default=20 if gpus else 5, help="rounds behind a median")
     options = parser.parse_args(argv)
     if min(options.world_sizes) < 2:
         parser.error("expected --world-sizes of 2 or more")
     if options.backend == "nccl" and max(options.world_sizes) > gpus:
         raise SystemExit(f"{command}: NCCL needs a GPU a process; there are {gpus}, take --backend gloo")
+    copies = [name for name in options.operations if name in COPIES]
+    if copies and not gpus:
+        raise SystemExit(f"{command}: {' and '.join(copies)} need a CUDA device, and none is visible")
     console, bad = Console(width=120), False
     rows: list[CommRow] = []
     try:
@@ -288,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wanted = [
                     (name, megabytes * MB)
                     for name in options.operations
+                    if name not in COPIES
                     for megabytes in options.megabytes
                     if not holds(
                         held,
@@ -305,22 +332,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                     continue
                 for entry in found:
                     size = entry["size"] // MB
-                    row = row_of(
-                        on, entry["operation"], options.backend, world, size, entry.get("ms"), entry["status"]
-                    )
+                    times, status = entry.get("times", ()), entry["status"]
+                    row = row_of(on, entry["operation"], options.backend, world, size, times, status)
                     write(row)
                     rows.append(row)
                     bad |= row.status.startswith("wrong")
-            if gpus and not options.no_copies:
-                on = stamp("cuda")
-                for megabytes, memory, name in product(options.megabytes, ("pinned", "pageable"), COPIES):
-                    wanted_copy = dict(operation=name, backend=memory, world_size=1, megabytes=megabytes)
-                    if holds(held, on, wanted_copy):
-                        continue
-                    ms = copy(name, memory, megabytes, options.repeats)
-                    row = row_of(on, name, memory, 1, megabytes, ms, "ok")
-                    write(row)
-                    rows.append(row)
+            on = stamp("cuda") if copies else on
+            for megabytes, memory, name in product(options.megabytes, ("pinned", "pageable"), copies):
+                wanted_copy = dict(operation=name, backend=memory, world_size=1, megabytes=megabytes)
+                if holds(held, on, wanted_copy):
+                    continue
+                times, status = [], "ok"
+                try:
+                    times = copy(name, memory, megabytes, options.repeats)
+                except WrongResult as error:
+                    status, bad = str(error), True
+                row = row_of(on, name, memory, 1, megabytes, times, status)
+                write(row)
+                rows.append(row)
     except Mismatch as error:
         raise SystemExit(f"{command}: {error}") from None
     console.print(table(rows) if rows else "every case is in the file already", highlight=False)

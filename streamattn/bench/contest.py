@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from streamattn.bench.machine import ask_driver
 from streamattn.bench.providers import Call, Provider, Unsupported, find, first_line
 from streamattn.bench.resume import Stamp, stamp
 from streamattn.bench.tables import Row
-from streamattn.bench.timers import MOST_CALLS, TIMERS, Measure, ceilings, clock, footprint
+from streamattn.bench.timers import MOST_CALLS, TIMERS, Measure, ceilings, clock, footprint, quantiles
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -182,7 +181,7 @@ def figures_of(
         most: TFLOP/s of a product and GB/s of a copy, as `ceilings` measures them.
     """
     best = min(turns, key=statistics.median)
-    p20, ms, p80 = np.quantile(best, (0.2, 0.5, 0.8)).tolist()
+    p20, ms, p80 = quantiles(best)
     flops, moved = case.flops(part), case.moved(part)
     speed, bandwidth = flops / ms / 1e9, moved / ms / 1e6
     return dict(

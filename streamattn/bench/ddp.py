@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +33,8 @@ from streamattn.bench.comm import group, join, rounds
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import relative_error
 from streamattn.bench.providers import first_line
-from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
+from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
+from streamattn.bench.timers import quantiles
 
 WAYS = ("naive", "flat", "bucketed", "overlapped", "zero1")
 LIMIT = 1e-4
@@ -55,6 +55,8 @@ class DdpRow(Stamp):
         way: a name in `WAYS`.
         bucket_mib: of a bucket; None where there are none.
         step_ms: median of the slowest process.
+        p20_ms: of the same steps.
+        p80_ms: of the same steps.
         optimizer_mib: state of the optimizer in the process that holds most.
         error: of the gradients, relative.
         status: ok, or why there are no figures.
@@ -69,6 +71,8 @@ class DdpRow(Stamp):
     way: str
     bucket_mib: int | None
     step_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
     optimizer_mib: float | None
     error: float | None
     status: str = "ok"
@@ -184,22 +188,32 @@ def one(
     optimizer.zero_grad(set_to_none=True)
     state = torch.tensor(float(bytes_of(optimizer)), device=device)
     dist.all_reduce(state, dist.ReduceOp.MAX)
-    return {**entry, "ms": statistics.median(rounds(step, repeats, device)), "state": state.item()}
+    return {**entry, "times": rounds(step, repeats, device), "state": state.item()}
 
 
 def table(rows: Sequence[DdpRow]) -> Table:
     """All rows."""
-    headings = ("processes", "way", "bucket MiB", "step ms", "optimizer MiB", "gradients' error", "status")
-    shown = Table(*headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = (
+        "processes",
+        "way",
+        "bucket MiB",
+        "step ms",
+        "p20",
+        "p80",
+        "optimizer MiB",
+        "gradients' error",
+    )
+    shown = Table(*headings, "status", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         bucket = "" if row.bucket_mib is None else str(row.bucket_mib)
-        cells = ["" if x is None else f"{x:.2f}" for x in (row.step_ms, row.optimizer_mib)]
+        figures = (row.step_ms, row.p20_ms, row.p80_ms, row.optimizer_mib)
+        cells = ["" if x is None else f"{x:.2f}" for x in figures]
         shown.add_row(f"{row.world_size} {row.backend}", row.way, bucket, *cells, str(row.error), row.status)
     return shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all ways.
+    """Runs the ways that the file doesn't hold yet.
 
     Args:
         argv: see ``--help``; None = the process's arguments.
@@ -217,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--csv", type=writable, required=True, help="where the rows go; they are added to those there")
+    add("--csv", type=writable, required=True, help="where the rows go; a file with some is continued")
     add("--backend", choices=["gloo", "nccl"], default="nccl" if gpus > 1 else "gloo", help="NCCL needs GPUs")
     add("--world-sizes", type=positive, nargs="+", default=[gpus if gpus > 1 else 2], help="processes")
     add("--shape", default="gpt2-small" if gpus > 1 else "gpt2-nano", help="a file in configs/shapes")
@@ -234,26 +248,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way in options.ways:
         ways += [(way, size) for size in (options.buckets if way in ("bucketed", "overlapped") else [None])]
     case = {name: getattr(options, name) for name in ("shape", "layers", "batch", "seq_len")}
-    on = asdict(stamp("cuda" if options.backend == "nccl" else "cpu"))
+    on = stamp("cuda" if options.backend == "nccl" else "cpu")
     console, rows, bad = Console(width=120), [], False
     try:
+        held = rows_in(options.csv, DdpRow)
         with appended(options.csv, DdpRow) as write:
             for world in options.world_sizes:
+                group_of = dict(case, backend=options.backend, world_size=world)
+                wanted = [
+                    (way, size)
+                    for way, size in ways
+                    if not holds(held, on, dict(group_of, way=way, bucket_mib=size))
+                ]
+                if not wanted:
+                    continue
                 try:
-                    found = group(member, world, options.backend, case, ways, options.repeats)
+                    found = group(member, world, options.backend, case, wanted, options.repeats)
                 except ProcessException as error:
                     console.print(f"{world} processes: {first_line(error)}", markup=False, highlight=False)
                     bad = True
                     continue
                 for entry in found:
+                    times = (
+                        [round(ms, 3) for ms in quantiles(entry["times"])] if "times" in entry else [None] * 3
+                    )
                     row = DdpRow(
-                        **on,
-                        **case,
-                        backend=options.backend,
-                        world_size=world,
+                        **asdict(on),
+                        **group_of,
                         way=entry["way"],
                         bucket_mib=entry["bucket"],
-                        step_ms=round(entry["ms"], 3) if "ms" in entry else None,
+                        p20_ms=times[0],
+                        step_ms=times[1],
+                        p80_ms=times[2],
                         optimizer_mib=round(entry["state"] / 2**20, 2) if "state" in entry else None,
                         error=entry["error"],
                         status=entry["status"],
@@ -263,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     bad |= row.status != "ok"
     except Mismatch as error:
         raise SystemExit(f"{command}: {error}") from None
-    console.print(table(rows), highlight=False)
+    console.print(table(rows) if rows else "every case is in the file already", highlight=False)
     return int(bad)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,12 @@ def clock(work: Work, repeats: int) -> Measure:
         return (time.perf_counter() - start) * 1000.0
 
     return lambda: [once() for _ in range(repeats)]
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """What a fifth of the times are below, the median, and what a fifth are above."""
+    p20, median, p80 = np.quantile(times, (0.2, 0.5, 0.8)).tolist()
+    return p20, median, p80
 
 
 TIMERS: dict[str, Timer] = {"events": events, "graph": graph}
