@@ -18,6 +18,7 @@ from streamattn.bench.tables import (
     means,
     notes,
     report,
+    slower,
     speeds,
 )
 
@@ -117,6 +118,21 @@ def test_costs_are_against_the_same_provider_without_the_pattern() -> None:
     ]
 
 
+def test_what_is_slower_than_the_best_peer_is_listed() -> None:
+    rows = [
+        ROW,
+        replace(ROW, seq_len=512, speedup=1.0),
+        replace(ROW, seq_len=1024, speedup=None, median_ms=None),
+        replace(ROW, provider="streamattn-portable", speedup=0.5),
+        replace(PEER, seq_len=512, speedup=0.9),
+    ]
+    ours = ["streamattn-decode", "streamattn", "streamattn-portable"]
+    assert lines(slower(rows, "forward", ours)) == [
+        ["sweep", "128", "full", "4x4096x16", "2.0000", "0.800"],
+    ]
+    assert not slower([PEER], "forward", ours).row_count
+
+
 def test_what_was_not_measured_is_counted() -> None:
     rows = [ROW, *(replace(PEER, seq_len=n, status="unsupported: it is old") for n in (1, 2))]
     assert lines(notes(rows)) == [["sdpa_flash", "forward", "unsupported: it is old", "2"]]
@@ -131,7 +147,11 @@ def printed(tables: Sequence[Table]) -> str:
 
 def test_empty_tables_are_left_out() -> None:
     shown = [str(table.title) for table in report([ROW, PEER], ["streamattn"])]
-    assert [title.split(",")[2].strip() for title in shown] == ["TFLOP/s", "best peer's time / ours"]
+    assert [title.split(",")[2].strip() for title in shown] == [
+        "TFLOP/s",
+        "best peer's time / ours",
+        "slower than the best peer",
+    ]
 
 
 def test_each_pass_dtype_and_timer_has_its_tables() -> None:

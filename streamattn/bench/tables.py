@@ -1,6 +1,7 @@
 """What a run found: its rows, and the tables that are printed of them.
 
-Speeds of all providers side by side, means against the best peer, what patterns cost, what wasn't measured.
+Speeds of all providers side by side, means against the best peer, the cases in which ours is slower, what
+patterns cost, what wasn't measured.
 """
 
 from __future__ import annotations
@@ -149,6 +150,17 @@ def costs(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
+def slower(rows: Sequence[Row], title: str, ours: Sequence[str]) -> Table:
+    """Every case in which the first of ours that takes part is slower than the best peer."""
+    table = _table(f"{title}, slower than the best peer", "case", "D", "mask", "shape", "ms", "speedup")
+    first = next((name for name in ours if any(row.provider == name for row in rows)), None)
+    for row in rows:
+        if row.provider == first and row.speedup is not None and row.speedup < 1.0:
+            shape, ms = f"{row.batch}x{row.seq_len}x{row.num_heads}", f"{row.median_ms:.4f}"
+            table.add_row(row.case, str(row.head_dim), row.label, shape, ms, f"{row.speedup:.3f}")
+    return table
+
+
 def notes(rows: Sequence[Row]) -> Table:
     """What was not measured, and why."""
     table = _table("not measured", "provider", "pass", "why", "cases")
@@ -174,6 +186,7 @@ def report(rows: Sequence[Row], ours: Sequence[str]) -> Iterator[Table]:
         title = f"{part}, {dtype}" if timer == "events" else f"{part}, {dtype}, {timer}"
         mine = [row for row in rows if (row.part, row.dtype, row.timer) == (part, dtype, timer)]
         found += [speeds(mine, title, ours), costs(mine, title), means(mine, title, ours)]
+        found.append(slower(mine, title, ours))
         if part == "forward":
             found.append(bandwidths(mine, title))
     yield from (table for table in found if table.row_count)
