@@ -121,6 +121,28 @@ def test_a_process_apart() -> None:
     assert apart(parent_of_a_process) == os.getpid()
 
 
+def test_the_next_process_is_begun_where_there_are_cores_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[object] = []
+    make = resume._one_process
+
+    def noting() -> object:
+        began.append(pool := make())
+        return pool
+
+    monkeypatch.setattr(resume, "_one_process", noting)
+    monkeypatch.setattr(resume, "_ahead", [])
+    monkeypatch.setattr(resume.os, "cpu_count", lambda: resume.MANY_CORES)
+    first = apart(os.getpid)
+    assert len(began) == 2 and resume._ahead == began[1:], "the next one waits"
+    second = apart(os.getpid)
+    assert len(began) == 3
+    assert len({first, second, os.getpid()}) == 3, "fresh each time"
+    resume._ahead.pop().shutdown()
+    monkeypatch.setattr(resume.os, "cpu_count", lambda: resume.MANY_CORES - 1)
+    apart(os.getpid)
+    assert len(began) == 4 and not resume._ahead, "none where a measurement would be disturbed"
+
+
 def test_a_process_that_dies_is_told() -> None:
     with pytest.raises(Died):
         apart(kill_itself)
