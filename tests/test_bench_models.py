@@ -89,6 +89,25 @@ def test_every_contestant_is_timed_and_judged(case: ModelCase) -> None:
             assert row.forward_mean_ms is None
 
 
+@pytest.mark.parametrize("shape", ["gpt2-nano", "olmo2-nano"])
+def test_equal_layers_are_compiled_once(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(layer: nn.Module) -> None:
+        layer._compiled_call_impl = torch.compile(layer._call_impl, backend="aot_eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = replace(TRAIN, shape=shape, layers=3, mode="compiled-layers")
+    rows = measure(case, ["sdpa", "streamattn"], "cpu", repeats=1, rounds=1)
+    assert [(row.status, row.graph_breaks) for row in rows] == [("ok", 0)] * 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each attention"
+
+
+def test_layers_are_not_compiled_to_generate() -> None:
+    (row,) = measure(replace(GENERATE, mode="compiled-layers"), ["sdpa"], "cpu", repeats=1, rounds=1)
+    assert row.status.startswith("unsupported: layers are compiled where they are trained")
+
+
 def test_an_implementation_whose_package_is_missing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"flash_attention_2", "flash_attention_3", "flex_attention"} == set(contestants.ON_DEMAND)
     with pytest.MonkeyPatch.context() as patch:

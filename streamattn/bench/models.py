@@ -31,7 +31,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
@@ -42,7 +42,7 @@ from streamattn.bench.providers import Unsupported, first_line
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "compiled-layers")
 WORK = ("train", "generate")
 PARTS = ("forward", "backward", "optimizer", "step")
 LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
@@ -63,8 +63,9 @@ class ModelCase:
         seq_len: tokens of a row; of its prompt where it generates.
         new_tokens: that are generated after each prompt, greedily; 0 where it trains.
         dtype: a name in `DTYPES`.
-        mode: ``eager`` or ``compiled``. Compiled generation is transformers' own: a static cache, and on a
-            GPU decoding steps that it compiles.
+        mode: a name in `MODES`. ``compiled-layers``: each transformer layer by itself, equal ones once, so
+            that forty-eight take no longer than one; what is around them stays eager. Compiled generation is
+            transformers' own: a static cache, and on a GPU decoding steps that it compiles.
         warmup: steps (calls of ``generate``) of each contestant that don't count.
         dropout: probability of dropping an attention weight.
     """
@@ -227,6 +228,16 @@ def clean(model: Any, device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def compiled(model: Any, mode: str) -> Any:
+    """A model as a mode, a name in `MODES`, runs it; its layers are compiled in place."""
+    if mode == "compiled":
+        return torch.compile(model)
+    if mode == "compiled-layers":
+        for layer in max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len):
+            layer.compile()
+    return model
+
+
 def prepare(
     case: ModelCase, device: str, base: Any, ids: Tensor, optimizer: torch.optim.Optimizer | None, name: str
 ) -> Entry:
@@ -235,13 +246,15 @@ def prepare(
     with failures_of(entry):
         if case.work == "generate" and case.mode == "compiled" and name == "sdpa_cudnn":
             raise Unsupported("without a mask it would read the empty places of a static cache")
+        if case.work == "generate" and case.mode == "compiled-layers":
+            raise Unsupported("layers are compiled where they are trained; generate with --modes compiled")
         entry.model = contestant(base, name)
         if optimizer is None:
             entry.runs = entry.model.eval()
             entry.step = generation(case, device, entry.runs, ids)
         else:
             entry.model.train()
-            entry.runs = torch.compile(entry.model) if case.mode == "compiled" else entry.model
+            entry.runs = compiled(entry.model, case.mode)
             entry.step = training_step(case, device, entry.runs, ids, optimizer)
     return entry
 
@@ -343,7 +356,7 @@ def measure(
             before = breaks()
             with failures_of(entry):
                 turn(entry, case.warmup, device, keep=False)
-                if case.mode == "compiled" and training and case.warmup:
+                if case.mode != "eager" and training and case.warmup:
                     entry.graph_breaks = breaks() - before
             if entry.step is None:
                 clean(base, device)
@@ -443,7 +456,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu", help="where")
     everyone = [*CONTESTANTS, *ON_DEMAND]
     add("--contestants", nargs="+", choices=everyone, default=list(CONTESTANTS), help="whose attention")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES) if gpu else ["eager"], help="how it runs")
+    add("--modes", nargs="+", choices=MODES, default=["eager", "compiled"] if gpu else ["eager"], help="how")
     add("--repeats", type=positive, default=10 if gpu else 3, help="steps of a turn")
     add("--rounds", type=positive, default=2, help="turns of each contestant")
     add("--plot", type=writable_folder, metavar="FOLDER", help="draw PNGs of the file there")
