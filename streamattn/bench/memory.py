@@ -384,7 +384,7 @@ def run(cases: Sequence[MemoryCase], options: argparse.Namespace, command: str) 
         console.print(table, highlight=False)
     if options.plot:
         for path in (*drawn, *report.draw(options.csv, options.plot)):
-            console.print(path, highlight=False)
+            console.print(path, markup=False, highlight=False, soft_wrap=True)
     return int(bad)
 
 

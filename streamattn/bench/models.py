@@ -511,7 +511,7 @@ def run(cases: Sequence[ModelCase], options: argparse.Namespace, command: str) -
     console.print(table(rows) if rows else "every case is in the file already", highlight=False)
     if options.plot:
         for path in report.draw(options.csv, options.plot):
-            console.print(path, highlight=False)
+            console.print(path, markup=False, highlight=False, soft_wrap=True)
     return 1 if bad else 0
 
 

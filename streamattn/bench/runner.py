@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if options.plot:
         for path in report.draw(options.csv, options.plot):
-            console.print(path, highlight=False)
+            console.print(path, markup=False, highlight=False, soft_wrap=True)
     return int(bad)
 
 
