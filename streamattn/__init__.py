@@ -1,13 +1,15 @@
 """StreamAttn: a drop-in attention layer for PyTorch on one fused kernel family.
 
 `attention` is the function, `StreamMultiHeadAttention` the module, `patch_model` the one-liner that rewires a
-whole model. Importing the package initialises no CUDA and imports neither transformers nor Triton.
+whole model; `qk_norm_rope` is what many layers do to q and k before. Importing the package initialises no
+CUDA and imports neither transformers nor Triton.
 """
 
 from typing import TYPE_CHECKING
 
 from streamattn.functional import attention, flash_attention
 from streamattn.module import StreamMultiHeadAttention
+from streamattn.prologue import qk_norm_rope
 
 if TYPE_CHECKING:
     from patches import patch_model, patch_report, unpatch_model
@@ -19,6 +21,7 @@ __all__ = [
     "flash_attention",
     "patch_model",
     "patch_report",
+    "qk_norm_rope",
     "unpatch_model",
 ]
 

@@ -95,6 +95,7 @@ MAY_IMPORT = {
     "streamattn.dispatch": ("streamattn.pattern", "streamattn.kernels.tiles"),
     "streamattn.ops": ("streamattn.dispatch", "streamattn.pattern"),
     "streamattn.functional": ("streamattn.dispatch", "streamattn.ops", "streamattn.pattern"),
+    "streamattn.prologue": ("streamattn.dispatch", "streamattn.ops"),
     "streamattn.packed": ("streamattn.functional", "streamattn.ops"),
     "streamattn.weights": ("streamattn.pattern",),
     "streamattn.module": (
@@ -133,6 +134,7 @@ MAY_IMPORT = {
         "streamattn.functional",
         "streamattn.packed",
         "streamattn.parallel",
+        "streamattn.prologue",
         "streamattn.weights",
     ),
     "streamattn.doctor": (),
@@ -190,13 +192,14 @@ MAY_IMPORT = {
     ),
     "streamattn.cli": (),
     "streamattn.__main__": ("streamattn.cli",),
-    "streamattn": ("streamattn.functional", "streamattn.module"),
+    "streamattn": ("streamattn.functional", "streamattn.module", "streamattn.prologue"),
 }
 
 # What may be imported inside functions on top of that.
 MAY_IMPORT_LAZILY = {
     "streamattn": ("patches",),
     "streamattn.ops": ("streamattn.reference", "streamattn.kernels.*"),
+    "streamattn.prologue": ("streamattn.kernels.qk_prologue",),
     "streamattn.cli": ("streamattn", "streamattn.*"),
     "streamattn.bench": ("streamattn.bench.*",),
     "streamattn.bench.readme": ("streamattn.bench",),

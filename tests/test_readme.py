@@ -85,6 +85,7 @@ def test_readme_shows_each_entry_point() -> None:
         "StreamMultiHeadAttention(",
         "patch_model(",
         "flash_attn_func(",
+        "qk_norm_rope(",
     )
     for name in entry_points:
         assert name in shown

@@ -530,6 +530,7 @@ UNSPECIALIZED = (
     "kv_len",
     "num_pages",
     "num_splits",
+    "programs",
     "window_left",
     "window_right",
     "drop_threshold",

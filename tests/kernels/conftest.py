@@ -26,12 +26,14 @@ INTERPRETED = [
     "test_packed_gradients.py",
     "test_primitives.py",
     "test_properties.py",
+    "test_qk_prologue.py",
     "test_segments.py",
     "test_wide.py",
 ]
 COMPILED = [
     "test_tiles_compiled.py",
     "test_wide_compiled.py",
+    "test_qk_prologue_compiled.py",
     "test_hopper_forward.py",
     "test_hopper_backward.py",
 ]
