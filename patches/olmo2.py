@@ -2,8 +2,10 @@
 
 Contract: outputs and gradients of the eager layer. Self-attention is causal unless a complete mask comes, as
 a user's own 4-D one is: then that alone says who sees whom. The norms of q and k act over the full
-projection, before the heads are split. The rotary function is looked up in the model's module at every call,
-since other libraries replace it there; projections and norms are called as modules, since adapters wrap them.
+projection, before the heads are split. On a GPU one kernel norms and rotates both. It does not where another
+library has replaced the rotary function, looked up in the model's module at every call, or a norm, or where
+somebody listens on a norm. There and on the CPU, norms are called as modules. Projections always are, since
+adapters wrap them.
 
 Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
 
@@ -16,14 +18,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.olmo2 import modeling_olmo2
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Model
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Model, Olmo2RMSNorm
 
 from patches import hf, hosts, interface
+from streamattn.prologue import qk_norm_rope
 
 _ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
+_ROTARY, _NORM = modeling_olmo2.apply_rotary_pos_emb, Olmo2RMSNorm.forward
+_OWN_FORMULAS = _ROTARY.__module__ == _NORM.__module__ == modeling_olmo2.__name__
+_ONE_PASS_DEVICE = "cuda"
+_LISTENERS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def refuse_documents(model: Olmo2Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,11 +67,15 @@ class StreamOlmo2Attention(Olmo2Attention):
         """
         if args:
             kwargs.update(zip(_ARGUMENTS[1:], args, strict=False))
-        q = self._heads(self.q_norm(self.q_proj(hidden_states)))
-        k = self._heads(self.k_norm(self.k_proj(hidden_states)))
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
         v = self._heads(self.v_proj(hidden_states))
         cos, sin = kwargs["position_embeddings"]
-        q, k = modeling_olmo2.apply_rotary_pos_emb(q, k, cos, sin)
+        if self._in_one_pass(q, k, cos):
+            weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
+            q, k = qk_norm_rope(q, k, *weights, cos, sin, head_dim=self.head_dim, eps=eps)
+        else:
+            q, k = self._heads(self.q_norm(q)), self._heads(self.k_norm(k))
+            q, k = modeling_olmo2.apply_rotary_pos_emb(q, k, cos, sin)
 
         cache, filled = hf.cache_of(kwargs), None
         if cache is not None:
@@ -86,6 +98,33 @@ class StreamOlmo2Attention(Olmo2Attention):
         )
         return self.o_proj(out.transpose(1, 2).flatten(2)), weights
 
+    def _in_one_pass(self, q: Tensor, k: Tensor, cos: Tensor) -> bool:
+        """Whether `qk_norm_rope` computes what the norms and the rotary function would, on this device."""
+        return (
+            q.device.type == _ONE_PASS_DEVICE
+            and type(q) is type(k) is Tensor
+            and q.dtype == k.dtype
+            and cos.shape[1:] == (q.shape[1], self.head_dim)
+            and _OWN_FORMULAS
+            and modeling_olmo2.apply_rotary_pos_emb is _ROTARY
+            and Olmo2RMSNorm.forward is _NORM
+            and not _has_any_global_hook()
+            and _is_plain(self.q_norm, q)
+            and _is_plain(self.k_norm, k)
+            and self.q_norm.variance_epsilon == self.k_norm.variance_epsilon
+        )
+
     def _heads(self, states: Tensor) -> Tensor:
         """[B, T, H * D] -> [B, H, T, D], a view."""
         return states.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _is_plain(norm: nn.Module, x: Tensor) -> bool:
+    """Whether calling a norm on x, a whole projection, is its class's formula and nothing else."""
+    return (
+        type(norm) is Olmo2RMSNorm
+        and "forward" not in norm.__dict__
+        and not any(getattr(norm, name) for name in _LISTENERS)
+        and type(norm.weight) in (Tensor, nn.Parameter)
+        and norm.weight.shape == x.shape[2:]
+    )

@@ -1,4 +1,7 @@
-"""OLMo-2's own matters: the norms of q and k, the rotary function, grouped heads, wrapped projections."""
+"""OLMo-2's own matters: the norms of q and k, the rotary function, grouped heads, wrapped projections.
+
+Each holds with norms and rotation in one pass, as on a GPU, and apart.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 
 import patches.hf
+import patches.olmo2
 from patches import patch_model
 from tests.hf_models import (
     TOLERANCE,
@@ -26,6 +30,12 @@ from tests.hf_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True, params=["apart", "one pass"])
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "one pass":
+        monkeypatch.setattr(patches.olmo2, "_ONE_PASS_DEVICE", "cpu")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -146,3 +156,31 @@ def test_arguments_by_position() -> None:
     given = {"hidden_states": x, "position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
     args = [given[name] for name in names[:3]]
     assert torch.equal(layer(*args)[0], layer(**given)[0])
+
+
+def test_frozen_norms_and_checkpoints() -> None:
+    patched, reference = patched_pair("olmo2", "sdpa")
+    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, found = tokens(2, 8), []
+    for model in (patched, reference):
+        model.train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_norm" not in name)
+        model(ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert gradient_error(*found) < TOLERANCE
+
+
+def test_generates_what_eager_does() -> None:
+    patched, reference = patched_pair("olmo2", "sdpa")
+    ids, mask = left_padding(tokens(2, 6), 0, 2)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(patched.generate(ids, **options), reference.generate(ids, **options))
+
+
+def test_compiles_into_one_graph() -> None:
+    patched, reference = patched_pair("olmo2", "sdpa", num_hidden_layers=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    ids = tokens(2, 8)
+    assert error_where(None, compiled(ids).logits, reference(ids).logits) < TOLERANCE
