@@ -311,6 +311,7 @@ def _arguments(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
+    k_weight: Tensor,
     cos: Tensor,
     head_dim: int,
     eps: float,
@@ -328,9 +329,9 @@ def _arguments(
             BLOCK_P=triton.next_power_of_2(head_dim // 2),
             ROTARY=cos.shape[2],
             INTERLEAVED=interleaved,
-            EACH_HEAD=q_weight.shape[0] == head_dim,  # of one head: the same
+            EACH_HEAD=weight.shape[0] == head_dim,  # of one head: the same
         )
-        for x in (q, k)
+        for x, weight in ((q, q_weight), (k, k_weight))
     ]
     width = max(x.BLOCK_H for x in layouts) * 2 * layouts[0].BLOCK_P
     return dict(
@@ -352,7 +353,7 @@ def _arguments(
 
 
 def _programs(q: Tensor, most: int) -> int:
-    """Programs for q, and as many for k: a token each at least."""
+    """Programs for q, and as many for k: a token each at least; a few in the interpreter."""
     tokens = q.shape[0] * q.shape[1]
     return min(tokens, most * multiprocessor_count(q.get_device()) if q.is_cuda else 5)
 
@@ -384,7 +385,7 @@ def prologue_forward(
     def arguments() -> tuple[int, dict[str, Any]]:
         options = (head_dim, eps, offset, interleaved, programs, FORWARD_BYTES // q.element_size())
         return 2 * programs, dict(
-            **_arguments(q, k, q_weight, cos, *options),
+            **_arguments(q, k, q_weight, k_weight, cos, *options),
             ROUND_FIRST=round_first,
             ROUND_PRODUCTS=q.dtype != torch.float32 and cos.dtype == q.dtype,
         )
@@ -420,7 +421,7 @@ def prologue_backward(
         return 2 * programs, dict(
             **strides("dq_out", dq_out),
             **strides("dk_out", dk_out),
-            **_arguments(q, k, q_weight, cos, *options),
+            **_arguments(q, k, q_weight, k_weight, cos, *options),
         )
 
     tensors = (dq_out, dk_out, q, k, q_weight, k_weight, cos, sin)

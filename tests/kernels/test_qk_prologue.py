@@ -54,6 +54,14 @@ def test_every_pair_of_options(case, dtype):
         assert error(left, right) <= TOLERANCE[dtype][0], name
 
 
+def test_one_head_of_q_beside_several_of_k():
+    """Each norm is over all of its own columns."""
+    case = Prologue(heads=(1, 3))
+    got, want = results(ours, case, torch.float32), results(eager, case, torch.float32, exact=True)
+    for name, left, right in zip(NAMES, got, want, strict=True):
+        assert error(left, right) <= TOLERANCE[torch.float32][0], name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_errors_are_no_larger_than_of_the_eager_steps(dtype):
     """Over all cases: most are too small to tell by themselves."""
