@@ -491,7 +491,7 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                "attention has no forward-mode derivative; use backward or torch.autograd.grad"
+                "StreamAttn has no forward-mode derivative; use backward or torch.autograd.grad"
             )
 
 

@@ -204,9 +204,8 @@ class _PrologueBackward(torch.autograd.Function):
 
 
 def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors = args[:4]
-    check_no_tangent(*tensors)
-    if wants_grad(*tensors):
+    check_no_tangent(*args[:6])
+    if wants_grad(*args[:4]):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "qk_norm_rope has no torch.func derivative; use backward or torch.autograd.grad"
@@ -217,9 +216,8 @@ def _forward_autograd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = args[:6]
-    check_no_tangent(*tensors)
-    if wants_grad(*tensors):
+    check_no_tangent(*args[:8])
+    if wants_grad(*args[:6]):
         return _PrologueBackward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.prologue_backward(*args)
