@@ -148,10 +148,11 @@ def _backward(
     sin: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # the kernel reads rows, and results of PyTorch's operators would take over another order of strides
+    dq_out, dk_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq_out, dk_out))
     if _served_by_kernel(q, k, q_weight, k_weight, cos, options[0]):
         from streamattn.kernels.qk_prologue import prologue_backward
 
-        dq_out, dk_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq_out, dk_out))
         return prologue_backward(dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, *options)
     dq, dq_weight = _plain_backward(dq_out, q, q_weight, cos, sin, *options)
     dk, dk_weight = _plain_backward(dk_out, k, k_weight, cos, sin, *options)
