@@ -106,6 +106,7 @@ class StreamOlmo2Attention(Olmo2Attention):
             and type(q) is type(k) is Tensor
             and q.dtype == k.dtype
             and cos.shape[1:] == (q.shape[1], self.head_dim)
+            and not cos.requires_grad  # learned frequencies: qk_norm_rope has no gradient of them
             and _OWN_FORMULAS
             and modeling_olmo2.apply_rotary_pos_emb is _ROTARY
             and Olmo2RMSNorm.forward is _NORM

@@ -84,3 +84,13 @@ def test_projections_of_two_dtypes_go_apart(passes: list[int]) -> None:
     patched.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, out: out.float())
     assert torch.isfinite(patched(tokens(1, 6)).logits).all()
     assert len(passes) == 2
+
+
+def test_learned_frequencies_go_apart(passes: list[int]) -> None:
+    models = patched_pair("olmo2", "sdpa")
+    for model in models:
+        model.model.rotary_emb.register_forward_hook(
+            lambda module, args, out: tuple(x.detach().requires_grad_() for x in out)
+        )
+    assert error_where(None, *(model(tokens(1, 6)).logits for model in models)) < TOLERANCE
+    assert not passes
