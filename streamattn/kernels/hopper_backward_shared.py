@@ -98,6 +98,10 @@ def dv_step(operands, dv, t, m, head, TESTED: gl.constexpr, VARIANT: gl.constexp
     scale, softcap, dropout = scaling
     STAGES: gl.constexpr = q_smem.shape[0]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
+    Q_FREE: gl.constexpr = FIRST_BARRIER
+    DOUT_FREE: gl.constexpr = FIRST_BARRIER + STAGES
+    P_FULL: gl.constexpr = FIRST_BARRIER + 2 * STAGES
+    DS_FULL: gl.constexpr = FIRST_BARRIER + 2 * STAGES + 1
     S_LAYOUT: gl.constexpr = acc_layout(ROWS)
     dtype: gl.constexpr = q_smem.dtype
     if VARIANT.value.HAS_DROPOUT:
@@ -115,7 +119,7 @@ def dv_step(operands, dv, t, m, head, TESTED: gl.constexpr, VARIANT: gl.constexp
         x = x - lse2[None, :]
     else:
         x = s * (scale * LOG2E) - lse2[None, :]
-    release(FIRST_BARRIER + t % STAGES, COPY_THREADS)
+    release(Q_FREE + t % STAGES, COPY_THREADS)
     if TESTED:
         x = hide(x, m * ROWS, theirs, place, ids, VARIANT)
     p = exp2(x)
@@ -127,15 +131,15 @@ def dv_step(operands, dv, t, m, head, TESTED: gl.constexpr, VARIANT: gl.constexp
         p16 = gl.where(keep, p16, gl.zeros_like(p16))
         p = gl.where(keep, p, -p)
     p_smem.store(held_by_thread(p))
-    release(FIRST_BARRIER + 2 * STAGES, PAIR_THREADS)
+    release(P_FULL, PAIR_THREADS)
     await_tile(dout_full, t, STAGES)
     dout = dout_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
     p16 = gl.convert_layout(p16, gl.DotOperandLayout(0, acc_layout(HEAD_DIM), 2))
     dv = warpgroup_mma(p16, dout, dv, is_async=True)
-    await_release(FIRST_BARRIER + 2 * STAGES + 1, PAIR_THREADS)
+    await_release(DS_FULL, PAIR_THREADS)
     dq = dq_half(ds_smem, k_smem, 0)
     dv = warpgroup_mma_wait(1, deps=[dv])
-    release(FIRST_BARRIER + STAGES + t % STAGES, COPY_THREADS)
+    release(DOUT_FREE + t % STAGES, COPY_THREADS)
     dq = warpgroup_mma_wait(0, deps=[dq])
     add_to_sums(sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM), dq)
     return dv
@@ -149,6 +153,10 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     dout_full = barriers[3]
     STAGES: gl.constexpr = q_smem.shape[0]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
+    Q_FREE: gl.constexpr = FIRST_BARRIER
+    DOUT_FREE: gl.constexpr = FIRST_BARRIER + STAGES
+    P_FULL: gl.constexpr = FIRST_BARRIER + 2 * STAGES
+    DS_FULL: gl.constexpr = FIRST_BARRIER + 2 * STAGES + 1
     S_LAYOUT: gl.constexpr = acc_layout(ROWS)
     dtype: gl.constexpr = q_smem.dtype
     await_tile(dout_full, t, STAGES)
@@ -158,7 +166,7 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
     delta = delta_smem.index(t % STAGES).load(gl.SliceLayout(0, S_LAYOUT))
     dp = warpgroup_mma_wait(0, deps=[dp])
-    await_release(FIRST_BARRIER + 2 * STAGES, PAIR_THREADS)
+    await_release(P_FULL, PAIR_THREADS)
     p = p_smem.load(held_by_thread(dp).type.layout)
     p = p.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, ROWS])
     p = gl.convert_layout(p, S_LAYOUT)
@@ -166,10 +174,10 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
         dp = gl.where(p >= 0.0, dp, 0.0)
         p = gl.maximum(p, -p)
     ds = (p * (dp - delta[None, :])).to(dtype)
-    release(FIRST_BARRIER + STAGES + t % STAGES, COPY_THREADS)
+    release(DOUT_FREE + t % STAGES, COPY_THREADS)
     ds_smem.store(ds)
     fence_async_shared()
-    release(FIRST_BARRIER + 2 * STAGES + 1, PAIR_THREADS)
+    release(DS_FULL, PAIR_THREADS)
     ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, acc_layout(HEAD_DIM), 2))
     q = q_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
     thread_barrier()  # of all that this consumer stored
@@ -178,7 +186,7 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     dq = warpgroup_mma_wait(1, deps=[dq])
     add_to_sums(sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM) + ROWS * HEAD_DIM // 2, dq)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    release(FIRST_BARRIER + t % STAGES, COPY_THREADS)
+    release(Q_FREE + t % STAGES, COPY_THREADS)
     return dk
 
 
@@ -331,6 +339,7 @@ def hopper_bwd_shared_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
     mbarrier.init(raw, count=1)
+    # as `hopper_bwd_kernel` orders them; the first raw stands in for ds_free, which nobody waits for here
     barriers = (k_full, v_full, q_full, dout_full, raw, raw)
     fence_async_shared()
 

@@ -260,13 +260,8 @@ FAULTS = [
 ]
 # likewise above a head dimension of 128
 SHARED_FAULTS = [
-    (hopper_backward_shared, "dk_step", "await_release(FIRST_BARRIER + 2 * STAGES, PAIR_THREADS)", "pass"),
-    (
-        hopper_backward_shared,
-        "dv_step",
-        "await_release(FIRST_BARRIER + 2 * STAGES + 1, PAIR_THREADS)",
-        "pass",
-    ),
+    (hopper_backward_shared, "dk_step", "await_release(P_FULL, PAIR_THREADS)", "pass"),
+    (hopper_backward_shared, "dv_step", "await_release(DS_FULL, PAIR_THREADS)", "pass"),
     (hopper_backward_shared, "dv_step", "dv = warpgroup_mma_wait(1, deps=[dv])", "pass"),
     (hopper_backward_shared, "dk_step", "dp = warpgroup_mma_wait(0, deps=[dp])", "pass"),
     (hopper_backward_shared, "dk_step", "+ ROWS * HEAD_DIM // 2, dq", ", dq"),
