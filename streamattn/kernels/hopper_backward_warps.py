@@ -92,7 +92,7 @@ class BackwardVariant:
 
     @property
     def KEY_BLOCKS(self) -> int:
-        """Of 64 keys, which a program has."""
+        """How many times 64 keys a program has."""
         return 1 if self.SHARED_KEYS else 2
 
     @property

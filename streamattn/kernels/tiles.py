@@ -176,11 +176,14 @@ def choose_hopper_tile(
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """One row of the Hopper backward's table; its tiles have 64 queries and two times 64 keys, or once.
+    """One row of the Hopper backward's table.
+
+    Its tiles have 64 queries and 128 keys; above head dimension 128 they have 64 keys.
 
     Attributes:
         STAGES: buffers for tiles of queries, and as many for those of dout; each takes a named barrier.
-        OWN_DQ: whether a warpgroup of its own computes dq; or else the two that compute dk and dv.
+        OWN_DQ: whether a warpgroup of its own computes dq; or else the two that compute dk and dv, as
+            always above head dimension 128.
         REGISTERS: of a thread of these two.
         DQ_REGISTERS: of a thread of that warpgroup, 0 without.
     """
