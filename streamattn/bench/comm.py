@@ -337,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     write(row)
                     rows.append(row)
                     bad |= row.status.startswith("wrong")
-            on = stamp("cuda") if copies else on
+            if copies:
+                on = stamp("cuda")
             for megabytes, memory, name in product(options.megabytes, ("pinned", "pageable"), copies):
                 wanted_copy = dict(operation=name, backend=memory, world_size=1, megabytes=megabytes)
                 if holds(held, on, wanted_copy):

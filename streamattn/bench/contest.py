@@ -84,6 +84,8 @@ def steps(
 def elsewhere(inputs: Inputs, cache: int) -> list[Inputs]:
     """The same inputs in so many more places that all of them outgrow a cache three times.
 
+    They are no more than a graph has calls, so that small inputs may still lie in the cache.
+
     Args:
         inputs: q, k, v, dout.
         cache: its size in bytes.
@@ -161,7 +163,7 @@ def compete(entries: Iterable[Entry], rounds: int) -> str | None:
                 with entry.provider.around():
                     for timer, measure in entry.measures.items():
                         entry.turns.setdefault(timer, []).append(measure())
-            except torch.OutOfMemoryError:  # the others' saved tensors have grown since its first run
+            except torch.OutOfMemoryError:  # it ran alone before; now all that the others saved is held too
                 entry.status = "out of memory"
                 entry.measures.clear()
                 entry.turns.clear()

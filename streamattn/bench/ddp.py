@@ -254,11 +254,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         held = rows_in(options.csv, DdpRow)
         with appended(options.csv, DdpRow) as write:
             for world in options.world_sizes:
-                group_of = dict(case, backend=options.backend, world_size=world)
+                common = dict(case, backend=options.backend, world_size=world)
                 wanted = [
                     (way, size)
                     for way, size in ways
-                    if not holds(held, on, dict(group_of, way=way, bucket_mib=size))
+                    if not holds(held, on, dict(common, way=way, bucket_mib=size))
                 ]
                 if not wanted:
                     continue
@@ -269,17 +269,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     bad = True
                     continue
                 for entry in found:
-                    times = (
-                        [round(ms, 3) for ms in quantiles(entry["times"])] if "times" in entry else [None] * 3
-                    )
+                    p20, ms, p80 = None, None, None
+                    if "times" in entry:
+                        p20, ms, p80 = (round(x, 3) for x in quantiles(entry["times"]))
                     row = DdpRow(
                         **asdict(on),
-                        **group_of,
+                        **common,
                         way=entry["way"],
                         bucket_mib=entry["bucket"],
-                        p20_ms=times[0],
-                        step_ms=times[1],
-                        p80_ms=times[2],
+                        step_ms=ms,
+                        p20_ms=p20,
+                        p80_ms=p80,
                         optimizer_mib=round(entry["state"] / 2**20, 2) if "state" in entry else None,
                         error=entry["error"],
                         status=entry["status"],

@@ -378,10 +378,11 @@ def run(cases: Sequence[MemoryCase], options: argparse.Namespace, command: str) 
                     drawn.append(draw_course(case, courses, options.plot))
     except Mismatch as error:
         raise SystemExit(f"{command}: {error}") from None
-    if not rows:
+    if rows:
+        for table in tables(rows, courses):
+            console.print(table, highlight=False)
+    else:
         console.print("every case is in the file already")
-    for table in tables(rows, courses) if rows else ():
-        console.print(table, highlight=False)
     if options.plot:
         for path in (*drawn, *report.draw(options.csv, options.plot)):
             console.print(path, markup=False, highlight=False, soft_wrap=True)

@@ -531,15 +531,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("attention", "shape", "layers", "seq_len", "batch", "dtype", "warmup"):
         if getattr(options, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    nsys = [
-        "nsys",
-        "profile",
-        "-o",
-        "step",
-        "--trace=cuda,nvtx,cublas,cudnn",
-        "--capture-range=cudaProfilerApi",
-    ]
-    for tool in (nsys, ncu_command("ncu", options.launches)):
+    nsys = "nsys profile -o step --trace=cuda,nvtx,cublas,cudnn --capture-range=cudaProfilerApi"
+    for tool in (nsys.split(), ncu_command("ncu", options.launches)):
         console.print(shlex.join([*tool, *command]), markup=False, highlight=False, soft_wrap=True)
     if options.ncu:
         del step

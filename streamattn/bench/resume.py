@@ -59,6 +59,8 @@ class Stamp:
 
 
 MANY_CORES = 8
+"""From so many on, `apart` begins the next call's process beside this one."""
+
 _ahead: list[ProcessPoolExecutor] = []
 """The process of the next call of `apart`, where it was begun."""
 
@@ -186,7 +188,7 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
     """Calls a function in a fresh process.
 
     Where there are cores to spare, the process of the next call begins to import what this one needs: that
-    takes longer than many a case, touches no GPU, and is over before this call measures.
+    takes longer than many a case, touches no GPU, and is over about when this call's own imports are.
 
     Args:
         function: of a module, so that the process finds it by its name.
