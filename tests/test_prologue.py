@@ -120,6 +120,14 @@ def test_checkpointed_and_used_twice():
     assert all(map(torch.equal, got, want))
 
 
+def test_gradients_are_contiguous_whatever_strides_come():
+    """The fake kernel says so, and a compiled graph relies on it."""
+    trained, angles, douts = CASES["olmo2"].build(torch.float64)
+    outs = ours(CASES["olmo2"], *trained, *angles)
+    dq, dk, _, _ = torch.autograd.grad(outs, trained, [x.mT.contiguous().mT for x in douts])
+    assert dq.is_contiguous() and dk.is_contiguous()
+
+
 def test_other_derivatives_are_refused():
     trained, angles, _ = CASES["olmo2"].build(torch.float64)
     out, _ = ours(CASES["olmo2"], *trained, *angles)
