@@ -258,6 +258,9 @@ def _check(
         )
     if cos.dtype != sin.dtype or cos.requires_grad or sin.requires_grad:
         raise TypeError("cos and sin must be of one dtype and need no gradient; detach them")
+    if not all(x.is_floating_point() for x in (q_weight, k_weight, cos)):
+        dtypes = ", ".join(str(x.dtype) for x in (q_weight, k_weight, cos))
+        raise TypeError(f"q_weight, k_weight, cos and sin must be floating, got {dtypes}; cast them")
     sizes = [tuple(x.shape) for x in (q_weight, k_weight)]
     if sizes not in ([(q.shape[2],), (k.shape[2],)], [(head_dim,), (head_dim,)]):
         raise ValueError(

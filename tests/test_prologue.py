@@ -191,6 +191,7 @@ def test_autocast_changes_nothing():
         ({"head_dim": 24}, ValueError, "whole heads of head_dim=24"),
         ({"head_dim": 0}, ValueError, "whole heads of head_dim=0"),
         ({"k": torch.zeros(2, 7, 64, dtype=torch.float64)}, TypeError, "one floating dtype"),
+        ({"k_weight": torch.ones(64, dtype=torch.int64)}, TypeError, "must be floating"),
         ({"cos": torch.zeros(7, 16), "sin": torch.zeros(7, 16)}, ValueError, r"cos and sin must be \[B or 1"),
         ({"sin": torch.zeros(1, 7, 8)}, ValueError, "cos and sin must be"),
         ({"cos": torch.zeros(2, 7, 15), "sin": torch.zeros(2, 7, 15)}, ValueError, "an even R"),

@@ -350,6 +350,7 @@ def attention_backward(
         q_len -= blind
     block_d = next(x for x in HOPPER_BACKWARD_TILES if head_dim <= x)
     tile, shared_keys = HOPPER_BACKWARD_TILES[block_d], block_d > 128
+    assert not (deterministic and shared_keys), "its kernel adds up dq in any order"
     rows = ROWS.value
     keys = rows if shared_keys else CONSUMERS.value * rows
     q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
