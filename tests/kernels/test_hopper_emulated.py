@@ -150,7 +150,7 @@ def test_gradients_of_wide_heads_side_by_side(served, shared_keys):
     assert served == ["hopper_fwd_kernel", "hopper_bwd_shared_kernel"] * 2
 
 
-SIZES = [(64, 64), (150, 150), (300, 300), (130, 200), (200, 130), (64, 1)]
+SIZES = [(300, 300), (200, 130), (64, 1)]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
