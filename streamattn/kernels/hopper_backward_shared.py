@@ -179,6 +179,7 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     fence_async_shared()
     release(DS_FULL, PAIR_THREADS)
     ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, acc_layout(HEAD_DIM), 2))
+    # the other consumer waited for q, and cleared its rows of k, before the probabilities
     q = q_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
     thread_barrier()  # of all that this consumer stored
     dq = dq_half(ds_smem, k_smem, 1)
