@@ -262,7 +262,7 @@ FAULTS = [
 SHARED_FAULTS = [
     (hopper_backward_shared, "dk_step", "await_release(P_FULL, PAIR_THREADS)", "pass"),
     (hopper_backward_shared, "dv_step", "await_release(DS_FULL, PAIR_THREADS)", "pass"),
-    (hopper_backward_shared, "dv_step", "dv = warpgroup_mma_wait(1, deps=[dv])", "pass"),
+    (hopper_backward_shared, "dv_step", "dq = warpgroup_mma_wait(0, deps=[dq])", "pass"),
     (hopper_backward_shared, "dk_step", "dp = warpgroup_mma_wait(0, deps=[dp])", "pass"),
     (hopper_backward_shared, "dk_step", "+ ROWS * HEAD_DIM // 2, dq", ", dq"),
     (hopper_backward_shared, "dq_half", ".permute((1, 0))", ""),
