@@ -2,11 +2,10 @@
 
 Contract: outputs and gradients of the eager layer. Self-attention is causal unless a complete mask comes, as
 a user's own 4-D one is: then that alone says who sees whom. The norms of q and k act over the full
-projection, before the heads are split. `qk_norm_rope` can norm and rotate q and k in one pass; no device
-calls it before a GPU has run its kernel. Nor is it called where another library has replaced a norm or the
-rotary function, or somebody listens on a norm: then the norms are called as modules, and the rotary function
-is looked up in the model's module each time. Projections are always called as modules, since adapters wrap
-them.
+projection, before the heads are split. On a GPU `qk_norm_rope` norms and rotates q and k in one pass, but not
+where another library has replaced a norm or the rotary function, or somebody listens on a norm: there the
+norms are called as modules, and the rotary function is looked up in the model's module each time. Projections
+are always called as modules, since adapters wrap them.
 
 Layout: q [B, Hq, T, D], k and v [B, Hkv, T, D]: grouped heads are never repeated.
 
@@ -31,7 +30,7 @@ _ARGUMENTS = hf.argument_names(Olmo2Attention.forward)
 _MODEL_ARGUMENTS = hf.argument_names(Olmo2Model.forward)
 _ROTARY, _NORM = modeling_olmo2.apply_rotary_pos_emb, Olmo2RMSNorm.forward
 _OWN_FORMULAS = _ROTARY.__module__ == _NORM.__module__ == modeling_olmo2.__name__
-_ONE_PASS_DEVICE = ""  # "cuda" once a GPU has run the kernel
+_ONE_PASS_DEVICE = "cuda"  # elsewhere the modules are called: PyTorch would compute the same steps
 _LISTENERS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -54,8 +54,6 @@ MAX_WIDE_HEAD_DIM = 8192
 MIN_HOPPER_HEAD_DIM = 64
 MIN_HOPPER_QUERIES = 64
 MAX_DECODE_QUERIES = 16
-MAX_HOPPER_BACKWARD_HEAD_DIM = 128
-"""The kernel has tiles up to 256, which no GPU has run yet."""
 MAX_HOPPER_ORDERED_HEAD_DIM = 128
 HOPPER_TRITON = ((3, 6), (3, 9))  # first and last release whose Gluon the kernels were compiled with
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -237,8 +235,6 @@ def unsupported_backward(dout: Tensor, q: Tensor, deterministic: bool) -> str | 
         deterministic: whether the same inputs must give the same bits.
     """
     head_dim = q.shape[-1]
-    if head_dim > MAX_HOPPER_BACKWARD_HEAD_DIM:
-        return f"it takes head dimensions up to {MAX_HOPPER_BACKWARD_HEAD_DIM}, got {head_dim}"
     if deterministic and head_dim > MAX_HOPPER_ORDERED_HEAD_DIM:
         return (
             f"it adds up dq in one order up to head dimension {MAX_HOPPER_ORDERED_HEAD_DIM}, got {head_dim}"

@@ -247,12 +247,10 @@ def hopper_bwd_prepare_kernel(
     BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """stats [2, B, Hq, padded], lse in base 2 and delta, +inf and 0 where a row sees nothing; sums of 0.
+    """stats [2, B, Hq, padded], lse in base 2 and delta, +inf and 0 where a row sees nothing.
 
-    With turns also those of 0.
+    Also sums of 0, or turns of 0, where the first program to add writes the sums.
     """
-    if turns_ptr is not None:
-        tl.store(turns_ptr + tl.program_id(0), 0)
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
@@ -276,12 +274,16 @@ def hopper_bwd_prepare_kernel(
     tl.store(stats_ptr + at, lse2)
     delta = tl.where(lse == float("-inf"), 0.0, delta * delta_scale)
     tl.store(stats_ptr + batch.to(tl.int64) * num_heads * num_tiles * BLOCK_M + at, delta)
-    tl.store(sums_ptr + at[:, None] * BLOCK_D + cols, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+    if turns_ptr is None:
+        tl.store(sums_ptr + at[:, None] * BLOCK_D + cols, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+    else:
+        tl.store(turns_ptr + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_bwd_finish_kernel(
     sums_ptr,
+    turns_ptr,
     dq_ptr,
     stride_dq_b,
     stride_dq_h,
@@ -298,10 +300,14 @@ def hopper_bwd_finish_kernel(
     b, h = head // num_heads, head % num_heads
     m = tl.program_id(0) % num_tiles
     rows = m * 64 + tl.arange(0, 64)  # [64]
+    if turns_ptr is not None:
+        seen = tl.load(turns_ptr + tl.program_id(0)) > 0
     sums_ptr += (head * num_tiles + m) * (64 * BLOCK_D)
     dq_ptr += b * stride_dq_b + h * stride_dq_h
     for part in tl.static_range(BLOCK_D // 64):
         x = tl.load(sums_ptr + part * 4096 + tl.arange(0, 4096)) * scale
+        if turns_ptr is not None:  # no program added to what no key is seen by
+            x = tl.where(seen, x, 0.0)
         # warp, half, row of eight, block of eight columns, pair, column
         x = x.reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, 64])
         cols = part * 64 + tl.arange(0, 64)
@@ -465,5 +471,5 @@ def attention_backward(
             launch(hopper_bwd_shared_kernel, key, pointers, arguments)
         else:
             launch(hopper_bwd_kernel, key, (*pointers, turns, ranks), arguments)
-        launch(hopper_bwd_finish_kernel, key, (sums, live_dq), finish_arguments)
+        launch(hopper_bwd_finish_kernel, key, (sums, turns, live_dq), finish_arguments)
     return dq, dk, dv

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from streamattn.kernels.hopper_backward_warps import CONSUMERS, ROWS, tile_at, work
-from streamattn.kernels.hopper_primitives import add_out, await_turn, pass_on
+from streamattn.kernels.hopper_primitives import add_out, await_turn, copy_out, pass_on
 from streamattn.kernels.launch import UNSPECIALIZED
 from streamattn.kernels.primitives import q_span
 
@@ -109,7 +109,11 @@ def dq_adder(sums, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         await_turn(turns_ptr + at, turn)
         mbarrier.wait(dq_full.index(WHICH), t // ADDERS & 1)
         for part in gl.static_range(PARTS):
-            add_out(dq_desc, [(at * PARTS + part) * 16, 0], dq_smem.index(WHICH * PARTS + part))
+            place = [(at * PARTS + part) * 16, 0]
+            if turn == 0:  # what lies there is nobody's
+                copy_out(dq_desc, place, dq_smem.index(WHICH * PARTS + part))
+            else:
+                add_out(dq_desc, place, dq_smem.index(WHICH * PARTS + part))
         tma.store_wait(0)
         mbarrier.arrive(dq_free.index(WHICH), count=1)
         pass_on(turns_ptr + at, turn + 1)

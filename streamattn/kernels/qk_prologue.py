@@ -34,9 +34,9 @@ from streamattn.kernels.launch import (
     strides,
 )
 
-FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 32, 4  # of q and of k, at most, for each multiprocessor
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 32, 3  # of q and of k, at most, for each multiprocessor
 FORWARD_BYTES = 64  # of x for each thread
-BACKWARD_NUMBERS = 16  # of x for each thread, and as many of the gradient of out
+BACKWARD_NUMBERS = 32  # of x for each thread, and as many of the gradient of out
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from streamattn import attention, dispatch
+from streamattn import attention
 from streamattn.dispatch import Backend, unavailable
 from tests.cases import Beside, Case, Inputs, Result, expected, keep_of, relative_errors, run
 from tests.gpu.peers import compare
@@ -40,7 +40,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*args)
 
     monkeypatch.setattr(hopper_backward, "attention_backward", counting)
-    monkeypatch.setattr(dispatch, "MAX_HOPPER_BACKWARD_HEAD_DIM", 256)
     return calls
 
 

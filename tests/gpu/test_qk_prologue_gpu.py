@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-import patches.olmo2
 from patches import patch_model, unpatch_model
 from streamattn.kernels import qk_prologue
 from tests.prologue_cases import NAMES, Prologue, eager, error, ours, results
@@ -87,7 +86,6 @@ def test_olmo2_is_as_near_to_float64_as_eager(monkeypatch):
     theirs = run()
     calls = []
     forward = qk_prologue.prologue_forward
-    monkeypatch.setattr(patches.olmo2, "_ONE_PASS_DEVICE", "cuda")
     monkeypatch.setattr(qk_prologue, "prologue_forward", lambda *args: calls.append(1) or forward(*args))
     patch_model(model)
     got = run()

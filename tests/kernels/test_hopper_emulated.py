@@ -133,19 +133,13 @@ def check_side_by_side(heads: int, kv_heads: int, head_dim: int, deterministic: 
             assert torch.isfinite(one).all() and torch.equal(one, two)
 
 
-@pytest.fixture
-def shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the backward above a head dimension of 128 through."""
-    monkeypatch.setattr(dispatch, "MAX_HOPPER_BACKWARD_HEAD_DIM", 256)
-
-
 @pytest.mark.parametrize("row", pairwise(FEATURES | {"head_dim": [256, 192]}), ids=str)
-def test_every_feature_of_wide_heads(row, served, shared_keys):
+def test_every_feature_of_wide_heads(row, served):
     check(feature_case(row))
     assert served == ["hopper_fwd_kernel", "hopper_bwd_shared_kernel"]
 
 
-def test_gradients_of_wide_heads_side_by_side(served, shared_keys):
+def test_gradients_of_wide_heads_side_by_side(served):
     check_side_by_side(3, 3, 256, False)
     assert served == ["hopper_fwd_kernel", "hopper_bwd_shared_kernel"] * 2
 
@@ -197,7 +191,7 @@ def test_padding_between_the_queries_of_two_halves_reaches_nothing():
 
 @pytest.mark.parametrize("options", [*HIDING, {"causal": True, "q_len": 400}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_what_nobody_sees_reaches_nothing(head_dim, options, shared_keys):
+def test_what_nobody_sees_reaches_nothing(head_dim, options):
     """Keys and values that no query sees, queries that see no key and their gradients hold NaN."""
     case = Case(**({"q_len": 300, "kv_len": 300, "head_dim": head_dim, "layout": "bthd"} | options))
     inputs = case.build(HALF)
@@ -294,7 +288,7 @@ ORDER_FAULTS = [
     + [(*fault, "shared") for fault in SHARED_FAULTS]
     + [(*fault, "ordered") for fault in ORDER_FAULTS],
 )
-def test_the_emulator_sees_faults(module, function, right, wrong, kind, monkeypatch, shared_keys):
+def test_the_emulator_sees_faults(module, function, right, wrong, kind, monkeypatch):
     """Wrong numbers, a buffer handed back too early, a barrier miscounted, a turn not awaited."""
     source = textwrap.dedent(inspect.getsource(getattr(module, function)))
     assert right in source
