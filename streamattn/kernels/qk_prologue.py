@@ -37,6 +37,7 @@ from streamattn.kernels.launch import (
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 32, 3  # of q and of k, at most, for each multiprocessor
 FORWARD_BYTES = 64  # of x for each thread
 BACKWARD_NUMBERS = 32  # of x for each thread, and as many of the gradient of out
+SUM_ROWS, SUM_COLUMNS = 64, 32  # of shares that a program adds up at a time
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,39 @@ def qk_prologue_bwd_kernel(
         backward_tokens(at, dout_strides, stride_k_b, stride_k_t, angles, walk, eps, offset, K_LAYOUT)
 
 
+@triton.jit
+def sum_shares(shares_ptr, dweight_ptr, block, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of a weight's gradient, of shares [programs, width] in float32."""
+    cols = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.full([1, COLUMNS], 0.0, tl.float32)
+    for start in range(0, programs, ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        inside = (rows < programs) & (cols < width)
+        shares = tl.load(shares_ptr + rows * width + cols, mask=inside, other=0.0)
+        total += tl.sum(shares, 0, keep_dims=True)
+    tl.store(dweight_ptr + cols, total.to(dweight_ptr.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def qk_prologue_sum_kernel(
+    q_shares_ptr,
+    k_shares_ptr,
+    dq_weight_ptr,
+    dk_weight_ptr,
+    programs,
+    q_width,
+    k_width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradients of both weights, in their dtypes."""
+    block, q_blocks = tl.program_id(0), tl.cdiv(q_width, COLUMNS)
+    if block < q_blocks:
+        sum_shares(q_shares_ptr, dq_weight_ptr, block, programs, q_width, ROWS, COLUMNS)
+    else:
+        sum_shares(k_shares_ptr, dk_weight_ptr, block - q_blocks, programs, k_width, ROWS, COLUMNS)
+
+
 def _arguments(
     q: Tensor,
     k: Tensor,
@@ -413,6 +447,7 @@ def prologue_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dq_weight, dk_weight)`` for dq_out and dk_out [B, H, T, D] with a unit last stride."""
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
+    dq_weight, dk_weight = (x.new_empty(x.shape) for x in (q_weight, k_weight))
     programs = _programs(q, BACKWARD_PROGRAMS)
     shares = [x.new_empty((programs, x.shape[0]), dtype=torch.float32) for x in (q_weight, k_weight)]
 
@@ -424,9 +459,16 @@ def prologue_backward(
             **_arguments(q, k, q_weight, k_weight, cos, *options),
         )
 
+    def sum_arguments() -> tuple[int, dict[str, Any]]:
+        widths = [x.shape[0] for x in (q_weight, k_weight)]
+        blocks = sum(triton.cdiv(width, SUM_COLUMNS) for width in widths)
+        return blocks, dict(
+            programs=programs, q_width=widths[0], k_width=widths[1], ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS
+        )
+
     tensors = (dq_out, dk_out, q, k, q_weight, k_weight, cos, sin)
     key = call_key(tensors, head_dim, eps, offset, interleaved)
     with device_guard(q):
         launch(qk_prologue_bwd_kernel, key, (*tensors, dq, dk, *shares), arguments)
-        q_sum, k_sum = (x.sum(0) for x in shares)
-    return dq, dk, q_sum.to(q_weight.dtype), k_sum.to(k_weight.dtype)
+        launch(qk_prologue_sum_kernel, key, (*shares, dq_weight, dk_weight), sum_arguments)
+    return dq, dk, dq_weight, dk_weight
