@@ -4,7 +4,8 @@ dk and dv of 64 keys take all registers of two warpgroups there. So one has dv, 
 half of the columns of dq. The first computes the probabilities, keeps them as the left operand of its product
 with dout, and leaves them in float32 in shared memory; the second computes the products of v and dout, makes
 the scores' gradients of both and leaves them in shared memory. Both read those for dq. The tensor cores work
-for one while the other computes: the first asks for the next tile's scores while the second has its dk.
+for one while the other computes: the first asks for the next tile's scores while the second has its dk, and
+then its products of the next tile.
 
 dq is added to its sums from registers, 16 bytes at a time, for shared memory is full: what a thread adds lies
 beside what its neighbours add. Its terms come as they come, so a call that wants them in order is left to the
@@ -51,6 +52,8 @@ from streamattn.kernels.primitives import LOG2E
 
 COPY_THREADS = gl.constexpr(288)  # of a barrier that both consumers and the copying warp meet at
 PAIR_THREADS = gl.constexpr(256)  # of both consumers
+TILES = gl.constexpr(4)  # of queries at a time: the products for the next one may outlive a step, but no loop
+DQ_COLUMNS = gl.constexpr(64)  # of a product for dq: more would take the registers of those for the next tile
 
 
 @gluon.jit
@@ -75,11 +78,11 @@ def add_to_sums(ptr, x):
 
 
 @gluon.jit
-def dq_half(ds_smem, k_smem, WHICH: gl.constexpr):
-    """Begins the product for a half of the columns of a tile's dq, [64, HEAD_DIM / 2]."""
+def dq_part(ds_smem, k_smem, PART: gl.constexpr):
+    """Begins the product for DQ_COLUMNS columns of a tile's dq."""
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
-    k = k_smem.index(0).reshape([ROWS, HEAD_DIM]).slice(WHICH * (HEAD_DIM // 2), HEAD_DIM // 2, dim=1)
-    dq = gl.zeros([ROWS, HEAD_DIM // 2], gl.float32, layout=acc_layout(HEAD_DIM // 2))
+    k = k_smem.index(0).reshape([ROWS, HEAD_DIM]).slice(PART * DQ_COLUMNS, DQ_COLUMNS, dim=1)
+    dq = gl.zeros([ROWS, DQ_COLUMNS], gl.float32, layout=acc_layout(DQ_COLUMNS))
     return warpgroup_mma(ds_smem.permute((1, 0)), k, dq, use_acc=False, is_async=True)
 
 
@@ -136,18 +139,23 @@ def dv_step(operands, dv, t, m, head, TESTED: gl.constexpr, VARIANT: gl.constexp
     dout = dout_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
     p16 = gl.convert_layout(p16, gl.DotOperandLayout(0, acc_layout(HEAD_DIM), 2))
     dv = warpgroup_mma(p16, dout, dv, is_async=True)
-    await_release(DS_FULL, PAIR_THREADS)
-    dq = dq_half(ds_smem, k_smem, 0)
-    dv = warpgroup_mma_wait(1, deps=[dv])
+    dv = warpgroup_mma_wait(0, deps=[dv])
     release(DOUT_FREE + t % STAGES, COPY_THREADS)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    add_to_sums(sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM), dq)
+    await_release(DS_FULL, PAIR_THREADS)
+    at = sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM)
+    for part in gl.static_range(HEAD_DIM // 2 // DQ_COLUMNS):
+        dq = dq_part(ds_smem, k_smem, part)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_to_sums(at + part * (ROWS * DQ_COLUMNS), dq)
     return dv
 
 
 @gluon.jit
-def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
-    """dk after the t-th tile of queries, tile m of a head; leaves the scores' gradients, adds half of dq."""
+def dk_step(operands, dk, t, m, head, dp, BEGUN: gl.constexpr, NEXT: gl.constexpr, VARIANT: gl.constexpr):
+    """dk after the t-th tile of queries, tile m of a head; leaves the scores' gradients, adds half of dq.
+
+    BEGUN: dp holds this tile's products of v and dout, maybe on their way. NEXT: begins the next tile's.
+    """
     sums_ptr, buffers, barriers, q_tiles = operands
     k_smem, v_smem, q_smem, dout_smem, _, delta_smem, p_smem, ds_smem, _ = buffers
     dout_full = barriers[3]
@@ -159,11 +167,12 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     DS_FULL: gl.constexpr = FIRST_BARRIER + 2 * STAGES + 1
     S_LAYOUT: gl.constexpr = acc_layout(ROWS)
     dtype: gl.constexpr = q_smem.dtype
-    await_tile(dout_full, t, STAGES)
-    dout = dout_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
-    dp = gl.zeros([ROWS, ROWS], gl.float32, layout=S_LAYOUT)
     v = v_smem.index(0).reshape([ROWS, HEAD_DIM])
-    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+    if not BEGUN:
+        await_tile(dout_full, t, STAGES)
+        dout = dout_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
+        dp = gl.zeros([ROWS, ROWS], gl.float32, layout=S_LAYOUT)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
     delta = delta_smem.index(t % STAGES).load(gl.SliceLayout(0, S_LAYOUT))
     dp = warpgroup_mma_wait(0, deps=[dp])
     await_release(P_FULL, PAIR_THREADS)
@@ -182,13 +191,26 @@ def dk_step(operands, dk, t, m, head, VARIANT: gl.constexpr):
     # the other consumer waited for q, and cleared its rows of k, before the probabilities
     q = q_smem.index(t % STAGES).reshape([ROWS, HEAD_DIM])
     thread_barrier()  # of all that this consumer stored
-    dq = dq_half(ds_smem, k_smem, 1)
-    dk = warpgroup_mma(ds16, q, dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    add_to_sums(sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM) + ROWS * HEAD_DIM // 2, dq)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    at = sums_ptr + (head * q_tiles + m).to(gl.int64) * (ROWS * HEAD_DIM)
+    PARTS: gl.constexpr = HEAD_DIM // DQ_COLUMNS
+    for part in gl.static_range(PARTS // 2, PARTS):
+        dq = dq_part(ds_smem, k_smem, part)
+        if part == PARTS - 1:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq])
+        else:
+            dq = warpgroup_mma_wait(0, deps=[dq])
+        add_to_sums(at + part * (ROWS * DQ_COLUMNS), dq)
+    if NEXT:
+        await_tile(dout_full, t + 1, STAGES)
+        dout_next = dout_smem.index((t + 1) % STAGES).reshape([ROWS, HEAD_DIM])
+        dp = gl.zeros([ROWS, ROWS], gl.float32, layout=S_LAYOUT)
+        dp = warpgroup_mma(v, dout_next.permute((1, 0)), dp, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=[dk])
+    else:
+        dk = warpgroup_mma_wait(0, deps=[dk])
     release(Q_FREE + t % STAGES, COPY_THREADS)
-    return dk
+    return dk, dp
 
 
 @gluon.jit
@@ -241,7 +263,8 @@ def dv_consumer(job, VARIANT: gl.constexpr):
 @gluon.jit
 def dk_consumer(job, VARIANT: gl.constexpr):
     """dk of the program's keys, and the other half of each tile's dq."""
-    sums_ptr, _, dk_desc, buffers, barriers, shape, visibility, _, _, dk_scale = job
+    sums_ptr, dk_desc, buffers, barriers = job[0], job[2], job[3], job[4]
+    shape, visibility, dk_scale = job[5], job[6], job[9]
     k_smem, v_smem, q_smem = buffers[0], buffers[1], buffers[2]
     num_heads, group, q_len = shape[1], shape[2], shape[3]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
@@ -252,11 +275,21 @@ def dk_consumer(job, VARIANT: gl.constexpr):
         clear_unseen(v_smem.index(0), first_key, length, visibility, b, VARIANT)
     operands = (sums_ptr, buffers, barriers, gl.cdiv(q_len, ROWS))
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout=acc_layout(HEAD_DIM))
+    dp = gl.zeros([ROWS, ROWS], gl.float32, layout=acc_layout(ROWS))
+    tiles = span[3] - span[0]
+    single = tiles // TILES * TILES
     t = 0
     for g in range(group):
         head = b * num_heads + kv_head * group + g
-        for x in range(span[3] - span[0]):
-            dk = dk_step(operands, dk, t, tile_at(x, span, VARIANT), head, VARIANT)
+        for x in range(0, single, TILES):
+            begun = dp
+            for i in gl.static_range(TILES):
+                m = tile_at(x + i, span, VARIANT)
+                dk, begun = dk_step(operands, dk, t + i, m, head, begun, i > 0, i + 1 < TILES, VARIANT)
+            t += TILES
+        for x in range(single, tiles):
+            m = tile_at(x, span, VARIANT)
+            dk, _ = dk_step(operands, dk, t, m, head, dp, False, False, VARIANT)
             t += 1
     b, kv_head, first_key, _, _ = work(shape, visibility, program_again(), VARIANT)
     tile = q_smem.index(0)  # the other consumer left the last probabilities after its last product with q
