@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import GPT2Config, GPT2LMHeadModel, Olmo2Config, Olmo2ForCausalLM
 
-from streamattn.dispatch import Backend
+from patches import patch_model
+from streamattn.dispatch import Backend, unavailable
 from tests.hf_models import (
     FAMILIES,
     TOLERANCE,
@@ -123,6 +129,60 @@ def test_a_compiled_model_has_no_graph_break(family, device):
     assert error_where(mask, logits, reference(ids, **options).logits) < TOLERANCE
     logits.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in patched.parameters())
+
+
+def kernels_of(step: Callable[[], Any]) -> Counter[str]:
+    """CUDA kernels of a step without linear layers' matrix products; those that aren't ours as "other"."""
+    for _ in range(2):  # what is compiled, planned or filled once
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    names = [x.name for x in found.events() or [] if x.device_type.name == "CUDA"]
+    names = [name for name in names if not re.search("nvjet|gemm|cutlass|splitK|Memset", name)]
+    return Counter(name if re.match("hopper_|qk_prologue_", name) else "other" for name in names)
+
+
+def test_kernels_of_a_layer(family):
+    """No copy and no pass that nobody needs, forward or backward.
+
+    Of the others, GPT-2's forward has the clearing of the counter that its programs draw from, and its
+    backward the sums of two biases' gradients; OLMo-2's backward adds three gradients of its input.
+    """
+    reason = unavailable(Backend.HOPPER, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    sizes: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=100)
+    model: Any
+    if family == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+    else:
+        sizes |= dict(hidden_size=1024, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8)
+        model = Olmo2ForCausalLM(Olmo2Config(**sizes))
+    patch_model(model.cuda().bfloat16().train())
+    options: dict[str, Any] = {}
+    x = torch.randn(2, 1024, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+    if family == "gpt2":
+        layer = model.transformer.h[0].attn
+    else:
+        layer = model.model.layers[0].self_attn
+        places = torch.arange(1024, device="cuda")[None]
+        options = dict(position_embeddings=model.model.rotary_emb(x, places), attention_mask=None)
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+    out = layer(x, **options)[0]
+    dout = torch.randn_like(out)
+    forward = kernels_of(lambda: layer(x, **options))
+    backward = kernels_of(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    hopper = dict.fromkeys(("hopper_bwd_prepare_kernel", "hopper_bwd_kernel", "hopper_bwd_finish_kernel"), 1)
+    if family == "gpt2":
+        assert forward == {"hopper_fwd_kernel": 1, "other": 1}
+        assert backward == hopper | {"other": 2}
+    else:
+        assert forward == {"qk_prologue_fwd_kernel": 1, "hopper_fwd_kernel": 1}
+        ours = dict.fromkeys(("qk_prologue_bwd_kernel", "qk_prologue_sum_kernel"), 1)
+        assert backward == hopper | ours | {"other": 2}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
