@@ -53,11 +53,11 @@ def test_bandwidths() -> None:
 def test_copies_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
 
-    def copy(*arguments: object) -> list[float]:
+    def copy(*arguments: object) -> tuple[list[float], int]:
         made.append(arguments[:3])
         if arguments[1:3] == ("pageable", 8):
             raise WrongResult("wrong: lost")
-        return [2.0]
+        return [2.0], 1980
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(comm, "copy", copy)
@@ -71,12 +71,13 @@ def test_copies_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = list(csv.DictReader(path.open()))
     assert [(row["operation"], row["backend"], int(row["megabytes"])) for row in rows] == wanted
     assert [row["bus_gb_s"] for row in rows] == ["0.5"] * 4 + ["4.0"] * 2 + [""] * 2
+    assert [row["sm_mhz"] for row in rows] == ["1980"] * 6 + [""] * 2
     assert [row["status"] for row in rows] == ["ok"] * 6 + ["wrong: lost"] * 2
 
 
 def test_copies_alone_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(comm, "copy", lambda *arguments: [2.0])
+    monkeypatch.setattr(comm, "copy", lambda *arguments: ([2.0], None))
     monkeypatch.setattr(comm, "group", lambda *arguments: pytest.fail("collectives were not asked for"))
     path = tmp_path / "x.csv"
     assert cli.main(["bench", "comm", "--csv", str(path), "--operations", "host_to_device"]) == 0
@@ -95,13 +96,15 @@ def test_a_copy_is_judged_by_what_arrived(memory: str, lost: bool, monkeypatch: 
             comm.torch, name, lambda size, make=make, **options: make(size, dtype=torch.uint8)
         )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(comm, "sm_clock", lambda device: lambda: 1980)
     if lost:
         monkeypatch.setattr(torch.Tensor, "copy_", lambda self, of, non_blocking: self)
         with pytest.raises(WrongResult, match="other numbers arrived"):
             comm.copy("device_to_host", memory, 1, 2)
         return
     for operation in comm.COPIES:
-        assert len(comm.copy(operation, memory, 1, 2)) == 2
+        times, mhz = comm.copy(operation, memory, 1, 2)
+        assert (len(times), mhz) == (2, 1980)
 
 
 class Lone:
@@ -130,10 +133,12 @@ def test_a_wrong_sum_is_not_timed(
     import json
 
     Lone(monkeypatch, sent)
+    monkeypatch.setattr(comm, "sm_clock", lambda device: lambda: 1980)
     comm.member(0, 2, "gloo", str(tmp_path), [("all_reduce", 4000)], 1)
     (entry,) = json.loads((tmp_path / "found.json").read_text())
     assert entry["status"].startswith(status)
     assert ("times" in entry) == (status == "ok")
+    assert entry.get("sm_mhz") == (1980 if status == "ok" else None)
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:

@@ -234,6 +234,22 @@ def test_a_provider_with_a_choice_says_what_served_it() -> None:
     assert [row.backend for row in rows] == ["sweep False", "sweep True"]
 
 
+def test_a_row_has_the_clock_right_after_its_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sm_clock(device: str) -> Callable[[], int]:
+        assert device == "cpu"
+        return lambda: 100 * len(turns) + round(turns[-1])
+
+    monkeypatch.setattr(module, "sm_clock", sm_clock)
+    wrong = provider(0.1, change=lambda out: out * 1.1)
+    rows = contest(CASE, OTHERS | {"wrong": wrong}, PLAN)
+    assert {row.provider: row.sm_mhz for row in rows} == {
+        "ours": 601,
+        "slow": 504,
+        "fast": 402,
+        "wrong": None,
+    }
+
+
 def test_a_case_is_measured_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real clock, and products of TF32 in its own cases alone."""
     monkeypatch.undo()

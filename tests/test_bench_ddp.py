@@ -59,13 +59,16 @@ def test_wrong_gradients_are_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
     reduce: Callable[..., object] = torch.distributed.all_reduce
     case = dict(shape="gpt2-nano", layers=1, batch=1, seq_len=8)
 
+    monkeypatch.setattr(ddp, "sm_clock", lambda device: lambda: 1980)
+
     def run(factor: float) -> dict[str, object]:
         monkeypatch.setattr(ddp.dist, "all_reduce", lambda x, *op: reduce(x, *op) if op else x.mul_(factor))
         return ddp.one(case, "naive", None, torch.device("cpu"), 1)
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        assert run(1.0)["status"] == "ok"
+        right = run(1.0)
+        assert (right["status"], right["sm_mhz"]) == ("ok", 1980)
         wrong = run(2.0)
     finally:
         torch.distributed.destroy_process_group()
@@ -81,7 +84,7 @@ def test_a_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):
         ran.append((world, ways))
         return [
-            dict(way=way, bucket=bucket, error=0.0, status="ok", times=[1.0], state=1.0)
+            dict(way=way, bucket=bucket, error=0.0, status="ok", times=[1.0], sm_mhz=1980, state=1.0)
             for way, bucket in ways
         ]
 
@@ -91,4 +94,5 @@ def test_a_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main([*command, "bucketed", "--world-sizes", "2", "3"]) == 0
     assert cli.main(command) == 0
     first, second = ("flat", None), ("bucketed", 1)
+    assert {row["sm_mhz"] for row in csv.DictReader((tmp_path / "x.csv").open())} == {"1980"}
     assert ran == [(2, [first]), (2, [second]), (3, [first, second])]

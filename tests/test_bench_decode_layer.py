@@ -20,12 +20,24 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_every_case_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, measured = [], decode_layer.medians
+
+    def medians(*arguments) -> list[float]:
+        read.append("timed")
+        return measured(*arguments)
+
+    monkeypatch.setattr(decode_layer, "medians", medians)
+    monkeypatch.setattr(decode_layer, "sm_clock", lambda device: lambda: read.append("clock") or 1980)
     file = tmp_path / "times.csv"
     assert main(["--csv", str(file), "--repeats", "2", "--keys", "8", "--layers", "1"]) == 0
     rows = list(csv.DictReader(file.open()))
     assert [row["case"] for row in rows] == ["attention", "GPT-2 layer", "Llama layer"]
+    assert read == ["timed", "clock"] * 3
     for row in rows:
+        assert row["sm_mhz"] == "1980"
         theirs, flash, ours = (float(row[f"{side}_us"]) for side in ("sdpa", "sdpa_flash", "streamattn"))
         assert min(theirs, flash, ours) > 0
         assert float(row["difference_us"]) == pytest.approx(ours - min(theirs, flash), abs=0.11)

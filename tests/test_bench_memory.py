@@ -113,6 +113,12 @@ def test_a_model_is_measured() -> None:
         assert len(row.largest.split("; ")) == 5
 
 
+def test_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "sm_clock", lambda device: lambda: 1980)
+    rows, _ = measure(CASE, ["eager", "sdpa"], "cpu", None)
+    assert [row.sm_mhz for row in rows] == [1980, 1980]
+
+
 def test_the_course_of_a_step_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = Path(draw_course(CASE, [Course("a", [1.0, 3.0, 2.0], [])], str(tmp_path)))

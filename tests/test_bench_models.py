@@ -177,6 +177,18 @@ def test_ours_may_run_out_of_memory_but_not_fail() -> None:
         assert entry.status == status
 
 
+def test_the_clock_is_read_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def clock() -> int:
+        read.append(len(read))
+        return 1000 + len(read)
+
+    monkeypatch.setattr(models, "sm_clock", lambda device: clock)
+    rows = measure(TRAIN, ["eager", "sdpa"], "cpu", repeats=1, rounds=2)
+    assert [row.sm_mhz for row in rows] == [1004, 1003]
+
+
 def test_no_mask_and_a_static_cache_do_not_go_together() -> None:
     (row,) = measure(replace(GENERATE, mode="compiled"), ["sdpa_cudnn"], "cpu", repeats=1, rounds=1)
     assert row.status.startswith("unsupported: ")

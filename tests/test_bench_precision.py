@@ -51,6 +51,19 @@ def test_errors_of_attention_grow_with_the_dtype_and_show_what_is_wrong() -> Non
     assert min(min(errors) for errors in wrong.values()) > 0.1
 
 
+def test_every_figure_has_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def sm_clock(device: str):
+        return lambda: read.append(1) or len(read)
+
+    monkeypatch.setattr(precision, "sm_clock", sm_clock)
+    assert [row["sm_mhz"] for row in sums("cpu")] == [1, 2, 3, 4, 5, 6, 7]
+    assert {row["sm_mhz"] for row in autocast_dtypes("cpu", "bfloat16")} == {8}, "one pass"
+    rows = attention_errors("cpu", ["float32"], [8], heads=1, head_dim=8)
+    assert [row["sm_mhz"] for row in rows] == [9] * 4 + [10] * 4, "one call"
+
+
 def test_tf32_is_allowed_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -63,13 +76,17 @@ def test_tf32_is_allowed_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -
     assert seen == ["highest"] * 2 + ["high"] * 2
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precision, "sm_clock", lambda device: lambda: 1980)
     path = tmp_path / "x.csv"
     command = ["bench", "precision", "--csv", str(path), "--seq-lens", "8"]
     assert cli.main([*command, "--dtypes", "float32"]) == 0
     shown = capsys.readouterr().out
     assert "9.953125" in shown
     rows = list(csv.DictReader(path.open()))
+    assert {row["sm_mhz"] for row in rows} == {"1980"}
     assert {row["study"] for row in rows} == {"sums", "autocast", "attention"}
     assert cli.main([*command, "--studies", "sums"]) == 0
     assert len(list(csv.DictReader(path.open()))) == len(rows) + 7

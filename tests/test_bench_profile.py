@@ -84,10 +84,13 @@ def test_products_of_known_size_are_counted() -> None:
             assert (forward["attention"], backward["attention"]) == (attention, 2.5 * attention)
 
 
-def test_phases_ranges_and_shares(tmp_path: Path) -> None:
+def test_phases_ranges_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(profile, "sm_clock", lambda device: lambda: read.append(device) or 1000 + len(read))
     trace = tmp_path / "trace.json"
     step = Step(replace(CASE, shape="olmo2-nano"), "unfused", "cpu")
-    kernels, parts = profiled(step, str(trace), warmup=1)
+    kernels, parts, mhz = profiled(step, str(trace), warmup=1)
+    assert (mhz, read) == (1003, ["cpu"] * 3), "after each phase, and neither before nor after the trace"
     names = {phase: {kernel.name for kernel in found} for phase, found in kernels.items()}
     assert "aten::_softmax" in names["forward"]
     assert "aten::_softmax_backward_data" in names["backward"]
@@ -164,7 +167,7 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = {phase: [Kernel("aten::mm", 2, 30.0), Kernel("aten::mul", 1, 10.0)] for phase in profile.PHASES}
-    monkeypatch.setattr(profile, "profiled", lambda *args: (kernels, {}))
+    monkeypatch.setattr(profile, "profiled", lambda *args: (kernels, {}, 1980))
     monkeypatch.setattr(profile, "counted", lambda step: {"forward": {"matmul": 9, "softmax": 1}})
     path = tmp_path / "x.csv"
     assert cli.main(["profile", "--csv", str(path), "--layers", "1", "--seq-len", "8"]) == 0
@@ -178,6 +181,7 @@ def test_the_command(
     for line in (nsys, ncu):
         assert "--once --attention streamattn --shape gpt2-nano --layers 1 --seq-len 8" in line
     rows = list(csv.DictReader(path.open()))
+    assert {row["sm_mhz"] for row in rows} == {"1980"}
     assert [row["kind"] for row in rows if row["phase"] == "step"] == ["softmax", "matmul", "elementwise"]
     assert [row["share"] for row in rows if row["kind"] == "matmul"] == ["0.75"] * 4
     for option in ("--once", "--ncu"):

@@ -24,7 +24,7 @@ from streamattn.bench.resume import (
     rows_in,
 )
 
-ON = Stamp("abc", "GPU", "1980", "580", "2.13", None, "5.0")
+ON = Stamp("abc", "GPU", 1980, "580", "2.13", None, "5.0")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
         write(line("b", layers=4))
     rows = rows_in(path, Row)
     assert holds(rows, ON, {"case": "a", "layers": None})
-    assert holds(rows, replace(ON, sm_mhz="345"), {"case": "b", "layers": 4})
+    assert holds(rows, replace(ON, sm_mhz=345), {"case": "b", "layers": 4})
     assert not holds(rows, ON, {"case": "a", "layers": 4})
     for name in ("commit", "device", "driver", "torch", "triton", "transformers"):
         assert not holds(rows, replace(ON, **{name: "other"}), {"case": "a"}), name

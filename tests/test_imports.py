@@ -159,6 +159,7 @@ MAY_IMPORT = {
     "streamattn.bench.decode_layer": (
         "patches*",
         "streamattn.bench.arguments",
+        "streamattn.bench.machine",
         "streamattn.bench.resume",
         "streamattn.functional",
     ),

@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.gate import WrongResult
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
 from streamattn.bench.timers import quantiles
@@ -157,6 +158,7 @@ def member(
     """One process of a group: runs all cases; the first writes what they took."""
     device = join(rank, world_size, backend, f"{folder}/store")
     found: list[dict[str, Any]] = []
+    clock = sm_clock(device.type)
     for name, size in cases:
         entry: dict[str, Any] = dict(operation=name, size=size, status="ok")
         try:
@@ -167,6 +169,7 @@ def member(
             if wrong.item():
                 raise WrongResult("wrong: a process got other numbers than were sent")
             entry["times"] = rounds(work, repeats, device)
+            entry["sm_mhz"] = clock()
         except WrongResult as error:
             entry["status"] = str(error)
         except RuntimeError as error:  # every process fails alike at what its backend has not
@@ -195,8 +198,8 @@ def group(function: Callable[..., None], world_size: int, backend: str, *argumen
         return json.loads(Path(f"{folder}/found.json").read_text(encoding="utf-8"))
 
 
-def copy(operation: str, memory: str, megabytes: int, repeats: int) -> list[float]:
-    """Milliseconds of copies between host and GPU, each judged by what arrived.
+def copy(operation: str, memory: str, megabytes: int, repeats: int) -> tuple[list[float], int | None]:
+    """Milliseconds of copies between host and GPU, judged by what arrived, and the GPU's clock after them.
 
     Args:
         operation: a name in `COPIES`.
@@ -210,7 +213,7 @@ def copy(operation: str, memory: str, megabytes: int, repeats: int) -> list[floa
     host = torch.zeros(megabytes * MB, dtype=torch.uint8, pin_memory=memory == "pinned")
     there = torch.ones(megabytes * MB, dtype=torch.uint8, device="cuda")
     to, of = (there, host) if operation == "host_to_device" else (host, there)
-    times = []
+    times, clock = [], sm_clock("cuda")
     for index in range(WARMUP + repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -218,9 +221,10 @@ def copy(operation: str, memory: str, megabytes: int, repeats: int) -> list[floa
         torch.cuda.synchronize()
         if index >= WARMUP:
             times.append((time.perf_counter() - start) * 1000.0)
+    mhz = clock()
     if not torch.equal(to.cpu(), of.cpu()):
         raise WrongResult("wrong: other numbers arrived than were copied")
-    return times
+    return times, mhz
 
 
 def row_of(
@@ -333,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for entry in found:
                     size = entry["size"] // MB
                     times, status = entry.get("times", ()), entry["status"]
-                    row = row_of(on, entry["operation"], options.backend, world, size, times, status)
+                    there = replace(on, sm_mhz=entry.get("sm_mhz"))
+                    row = row_of(there, entry["operation"], options.backend, world, size, times, status)
                     write(row)
                     rows.append(row)
                     bad |= row.status.startswith("wrong")
@@ -343,12 +348,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wanted_copy = dict(operation=name, backend=memory, world_size=1, megabytes=megabytes)
                 if holds(held, on, wanted_copy):
                     continue
-                times, status = [], "ok"
+                times, mhz, status = [], None, "ok"
                 try:
-                    times = copy(name, memory, megabytes, options.repeats)
+                    times, mhz = copy(name, memory, megabytes, options.repeats)
                 except WrongResult as error:
                     status, bad = str(error), True
-                row = row_of(on, name, memory, 1, megabytes, times, status)
+                row = row_of(replace(on, sm_mhz=mhz), name, memory, 1, megabytes, times, status)
                 write(row)
                 rows.append(row)
     except Mismatch as error:

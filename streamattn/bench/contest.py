@@ -12,7 +12,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streamattn.bench.cases import DTYPES, Case, precision
 from streamattn.bench.gate import Gate, WrongResult
-from streamattn.bench.machine import ask_driver
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import Call, Provider, Unsupported, find, first_line
 from streamattn.bench.resume import Stamp, stamp
 from streamattn.bench.tables import Row
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass
 class Entry:
-    """One pass of one provider; the turns of each timer."""
+    """One pass of one provider; the turns of each timer, and the GPU's clock right after the last one."""
 
     name: str
     provider: Provider
@@ -63,6 +63,13 @@ class Entry:
     peak_mib: float | None = None
     measures: dict[str, Measure] = field(default_factory=dict)
     turns: dict[str, list[list[float]]] = field(default_factory=dict)
+    sm_mhz: dict[str, int | None] = field(default_factory=dict)
+
+    def fail(self, status: str) -> None:
+        """Nothing more of it is measured, and nothing of it is reported."""
+        self.status = status
+        for found in (self.measures, self.turns, self.sm_mhz):
+            found.clear()
 
 
 def steps(
@@ -135,40 +142,29 @@ def enter(
             asked = provider.backend
             entry.backend = name if asked is None else asked(gate.case, *inputs[:3], backward)
         except Unsupported as error:
-            entry.status = f"unsupported: {error}"
+            entry.fail(f"unsupported: {error}")
         except WrongResult as error:
-            entry.status = f"wrong: {error}"
+            entry.fail(f"wrong: {error}")
         except torch.OutOfMemoryError:
-            entry.status = "out of memory"
+            entry.fail("out of memory")
         except Exception as error:  # a peer may fail in any way, and that is a result
-            entry.status = f"{'wrong: fails: ' if provider.ours else ''}{first_line(error)}"
-        if entry.status != "ok":
-            entry.measures.clear()
+            entry.fail(f"{'wrong: fails: ' if provider.ours else ''}{first_line(error)}")
     return entries
 
 
-def compete(entries: Iterable[Entry], rounds: int) -> str | None:
-    """Lets them take turns, every second round the other way around.
-
-    Returns:
-        The GPU's clock in MHz, asked for when the last round began; None where that is not known soon after.
-    """
-    order = list(entries)
-    clock = None
-    for turn in range(rounds):
-        if turn == rounds - 1:
-            clock = ask_driver("clocks.sm")
+def compete(entries: Iterable[Entry], rounds: int, device: str) -> None:
+    """Lets them take turns, every second round the other way around."""
+    order, clock = list(entries), sm_clock(device)
+    for _ in range(rounds):
         for entry in order:
             try:
                 with entry.provider.around():
                     for timer, measure in entry.measures.items():
                         entry.turns.setdefault(timer, []).append(measure())
+                        entry.sm_mhz[timer] = clock()
             except torch.OutOfMemoryError:  # it ran alone before; now all that the others saved is held too
-                entry.status = "out of memory"
-                entry.measures.clear()
-                entry.turns.clear()
+                entry.fail("out of memory")
         order.reverse()
-    return None if clock is None else clock(0.5)
 
 
 def figures_of(
@@ -222,7 +218,7 @@ def rows_of(
                 figures |= dict(backend=entry.backend, error=entry.error, **memory)
             rows.append(
                 Row(
-                    **asdict(on),
+                    **asdict(replace(on, sm_mhz=entry.sm_mhz.get(timer))),
                     **asdict(case),
                     provider=entry.name,
                     version=entry.provider.version,
@@ -258,8 +254,8 @@ def contest(case: Case, providers: Mapping[str, Provider], plan: Plan) -> list[R
         for name, provider in providers.items():
             with provider.around():
                 entries += enter(name, provider, gate, inputs, others, plan)
-        clock = compete(entries, plan.rounds)
-    return rows_of(case, entries, plan, most, stamp(plan.device, clock))
+        compete(entries, plan.rounds, plan.device)
+    return rows_of(case, entries, plan, most, stamp(plan.device))
 
 
 def measure(case: Case, names: Sequence[str], plan: Plan) -> list[Row]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.comm import group, join, rounds
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import relative_error
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
 from streamattn.bench.timers import quantiles
@@ -188,7 +189,9 @@ def one(
     optimizer.zero_grad(set_to_none=True)
     state = torch.tensor(float(bytes_of(optimizer)), device=device)
     dist.all_reduce(state, dist.ReduceOp.MAX)
-    return {**entry, "times": rounds(step, repeats, device), "state": state.item()}
+    clock = sm_clock(device.type)
+    times = rounds(step, repeats, device)
+    return {**entry, "times": times, "sm_mhz": clock(), "state": state.item()}
 
 
 def table(rows: Sequence[DdpRow]) -> Table:
@@ -273,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if "times" in entry:
                         p20, ms, p80 = (round(x, 3) for x in quantiles(entry["times"]))
                     row = DdpRow(
-                        **asdict(on),
+                        **asdict(replace(on, sm_mhz=entry.get("sm_mhz"))),
                         **common,
                         way=entry["way"],
                         bucket_mib=entry["bucket"],

@@ -21,7 +21,7 @@ import copy
 import inspect
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from patches import patch_model
 from patches.hf import CACHE_NAMES
 from streamattn.bench.arguments import positive, writable
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 from streamattn.functional import attention
 
@@ -247,16 +248,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Llama layer": lambda: layer_rounds(llama, shape, device, DTYPES[dtype]),
     }
     table = Table("case", "sdpa us", "sdpa without cuDNN us", "streamattn us", "to the faster us")
-    on = asdict(stamp(device))
+    on, clock = stamp(device), sm_clock(device)
     try:
         with torch.no_grad(), appended(options.csv, Row) as write:
             for case, make in cases.items():
                 theirs, flash, ours = (round(time, 1) for time in medians(make(), options.repeats))
+                there = asdict(replace(on, sm_mhz=clock()))
                 difference = round(ours - min(theirs, flash), 1)
                 table.add_row(case, f"{theirs:.1f}", f"{flash:.1f}", f"{ours:.1f}", f"{difference:+.1f}")
                 write(
                     Row(
-                        **on,
+                        **there,
                         dtype=dtype,
                         case=case,
                         num_heads=shape.num_heads,

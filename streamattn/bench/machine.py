@@ -1,14 +1,22 @@
-"""On what machine measurements are made."""
+"""On what machine measurements are made, as NVIDIA's management library tells it.
+
+That library comes with the driver and is asked in this process, so that an answer takes no longer than a
+piece of the work that is measured.
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
+
+LIBRARY = "libnvidia-ml.so.1"
+SM_CLOCK = 1
+"""The library's number for the clock of the multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +36,48 @@ def this_machine() -> Machine:
     except metadata.PackageNotFoundError:
         triton = None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return Machine(device, ask_driver("driver_version")(20.0), torch.__version__, triton)
+    return Machine(device, driver_version(), torch.__version__, triton)
 
 
-def ask_driver(what: str) -> Callable[[float], str | None]:
-    """Asks ``nvidia-smi`` for a property of the current GPU, such as ``clocks.sm`` in MHz.
+def library() -> Any:
+    """The management library, ready to be asked; None where there is no GPU or no such library."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        found = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    return None if found.nvmlInit_v2() else found
+
+
+def driver_version() -> str | None:
+    """Of the driver; None without one that says it."""
+    found, text = library(), ctypes.create_string_buffer(80)
+    if found is None or found.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+        return None
+    return text.value.decode()
+
+
+def sm_clock(device: str) -> Callable[[], int | None]:
+    """Finds the clock of the current GPU's multiprocessors.
 
     Args:
-        what: its name for the property.
+        device: ``cuda`` or ``cpu``, where it is measured.
 
     Returns:
-        What gives the answer, after so many seconds at most; None where there is none by then.
+        What reads it, in MHz; None on a CPU, and where the driver doesn't say. A GPU that has nothing to do
+        lowers it after a while: read it as soon as the work is done, and outside of what is timed.
     """
-    tool = shutil.which("nvidia-smi")
-    if tool is None or not torch.cuda.is_available():
-        return lambda seconds: None
-    gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
-    query = [tool, f"--id={gpu}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = None if device == "cpu" else library()
+    if found is None:
+        return lambda: None
+    gpu, mhz = ctypes.c_void_p(), ctypes.c_uint()
+    uuid = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
+    if found.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu)):
+        return lambda: None
 
-    def answer(seconds: float) -> str | None:
-        try:
-            text, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return None
-        return text.strip() if process.returncode == 0 else None
+    def read() -> int | None:
+        failed = found.nvmlDeviceGetClockInfo(gpu, SM_CLOCK, ctypes.byref(mhz))
+        return None if failed else mhz.value
 
-    return answer
+    return read

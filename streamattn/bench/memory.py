@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.models import DTYPES, WIDTH, Entry, ModelCase, autocast, clean, failures_of
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
 
@@ -199,9 +200,10 @@ def measure(
     work = ModelCase(
         case.shape, "train", case.shape, case.layers, case.batch, case.seq_len, 0, dtype=case.dtype
     )
-    on, rows, courses = asdict(stamp(device)), [], []
+    on, clock = stamp(device), sm_clock(device)
+    rows, courses = [], []
     for name in names:
-        entry = Entry(name)
+        entry, mhz = Entry(name), None
         figures: dict[str, Any] = {}
         clean(base, device)
         with failures_of(entry):
@@ -219,13 +221,13 @@ def measure(
             step()  # whatever is made once is made
             if device == "cuda":
                 file = None if snapshots is None else f"{snapshots}/{label(case)}-{name}.pickle"
-                before, after, most, step_most = peaks_on_gpu(forward, step)
                 changes = history_on_gpu(step, file)
+                before, after, most, step_most = peaks_on_gpu(forward, step)
             else:
-                before = held_before
-                after, most = peaks_on_cpu(forward)
                 changes = history_on_cpu(step)
-                step_most = at_peak(changes)[0]
+                before, step_most = held_before, at_peak(changes)[0]
+                after, most = peaks_on_cpu(forward)
+            mhz = clock()
             largest = [(change.size / MIB, change.where) for change in at_peak(changes)[1][:8]]
             figures = dict(
                 held_before_mib=round(before / MIB, 1),
@@ -236,7 +238,8 @@ def measure(
             )
             sizes = [(before + used) / MIB for used in accumulate(c.size for c in changes)]
             courses.append(Course(name, sizes, largest))
-        rows.append(MemoryRow(**on, **asdict(case), contestant=name, status=entry.status, **figures))
+        there = asdict(replace(on, sm_mhz=mhz))
+        rows.append(MemoryRow(**there, **asdict(case), contestant=name, status=entry.status, **figures))
     return rows, courses
 
 

@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -37,7 +37,7 @@ from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
 from streamattn.bench.contestants import CONTESTANTS, ON_DEMAND, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
-from streamattn.bench.machine import ask_driver
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import Unsupported, first_line
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
 
@@ -195,13 +195,15 @@ class Entry:
     step: Step | None = None
     times: list[list[float]] | None = None
     peak_mib: float | None = None
+    sm_mhz: int | None = None
     graph_breaks: int | None = None
     status: str = "ok"
     error: float | None = None
 
     def fail(self, status: str) -> None:
         """Nothing more of it is measured, and nothing of it is reported."""
-        self.status, self.step, self.times, self.peak_mib = status, None, None, None
+        self.status, self.step, self.times = status, None, None
+        self.peak_mib, self.sm_mhz = None, None
 
 
 @contextmanager
@@ -360,19 +362,17 @@ def measure(
                     entry.graph_breaks = breaks() - before
             if entry.step is None:
                 clean(base, device)
-        order, clock = list(entries), None
-        for index in range(rounds):
-            if index == rounds - 1 and device == "cuda":
-                clock = ask_driver("clocks.sm")
+        order, clock = list(entries), sm_clock(device)
+        for _ in range(rounds):
             for entry in order:
                 with failures_of(entry):
                     turn(entry, repeats, device, keep=True)
+                    entry.sm_mhz = clock() if entry.times else None
                 if entry.step is None:
                     clean(base, device)
             order.reverse()
-        on = stamp(device, None if clock is None else clock(2.0))
         judge(case, device, entries, base, ids)
-    return rows_of(case, entries, on)
+    return rows_of(case, entries, stamp(device))
 
 
 def rows_of(case: ModelCase, entries: Sequence[Entry], on: Stamp) -> list[ModelRow]:
@@ -398,7 +398,7 @@ def rows_of(case: ModelCase, entries: Sequence[Entry], on: Stamp) -> list[ModelR
                 found["speedup"] = round(medians["sdpa"] / medians[entry.name], 4)
         rows.append(
             ModelRow(
-                **asdict(on),
+                **asdict(replace(on, sm_mhz=entry.sm_mhz)),
                 **asdict(case),
                 contestant=entry.name,
                 status=entry.status,

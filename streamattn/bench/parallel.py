@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.comm import group, join
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import first_line
 from streamattn.bench.resume import Mismatch, Stamp, appended, holds, rows_in, stamp
 from streamattn.parallel.__main__ import TOLERANCE, compared
@@ -81,18 +82,19 @@ def member(
 ) -> None:
     """One process of a group; the first writes what all found."""
     device = join(rank, world_size, backend, f"{folder}/store")
-    found = list(compared(argparse.Namespace(**asdict(case), modes=modes), device))
+    clock = sm_clock(device.type)
+    found = [(*each, clock()) for each in compared(argparse.Namespace(**asdict(case), modes=modes), device)]
     if rank == 0:
         Path(f"{folder}/found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def rows_of(
-    case: ParallelCase, found: Sequence[tuple[str, list[float], float]], on: Stamp
+    case: ParallelCase, found: Sequence[tuple[str, list[float], float, int | None]], on: Stamp
 ) -> list[ParallelRow]:
-    """The lines of a case; ``found`` as `compared` yields it."""
+    """The lines of a case; ``found`` as `compared` yields it, and the GPU's clock in MHz right after that."""
     alone_ms, rows = found[0][2], []
-    for mode, errors, ms in found:
+    for mode, errors, ms, mhz in found:
         status, figures = "ok", {}
         if errors:
             figures["error"] = float(f"{max(errors):.3g}")
@@ -102,7 +104,8 @@ def rows_of(
             status = f"wrong: it is off by {max(errors):.1e} of the largest entry"
         else:
             figures |= dict(step_ms=round(ms, 3), speedup=round(alone_ms / ms, 3))
-        rows.append(ParallelRow(**asdict(on), **asdict(case), mode=mode, status=status, **figures))
+        there = asdict(replace(on, sm_mhz=mhz if figures else None))
+        rows.append(ParallelRow(**there, **asdict(case), mode=mode, status=status, **figures))
     return rows
 
 

@@ -24,6 +24,7 @@ from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.cases import DTYPES, precision
 from streamattn.bench.contestants import base_model, configuration
 from streamattn.bench.gate import GRADIENTS, relative_error
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.models import WIDTH
 from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
 from streamattn.functional import attention
@@ -64,6 +65,7 @@ def sums(device: str) -> list[dict[str, Any]]:
     There the sum of two dtypes promotes the term (implicit), or the term is cast first (explicit); both round
     the term alone.
     """
+    clock = sm_clock(device)
 
     def total(of: str, term: Callable[[], Tensor]) -> float:
         found = torch.tensor(0.0, dtype=DTYPES[of], device=device)
@@ -82,8 +84,8 @@ def sums(device: str) -> list[dict[str, Any]]:
     rows = []
     for name, (dtype, make) in cases.items():
         value = total(dtype, make)
-        error = abs(value / (COUNT * TERM) - 1.0)
-        rows.append(dict(name=name, tensor="sum", dtype=dtype, value=value, rms_error=float(f"{error:.3g}")))
+        figures = dict(value=value, rms_error=float(f"{abs(value / (COUNT * TERM) - 1.0):.3g}"))
+        rows.append(dict(name=name, tensor="sum", dtype=dtype, sm_mhz=clock(), **figures))
     return rows
 
 
@@ -115,6 +117,7 @@ def autocast_dtypes(device: str, low: str) -> list[dict[str, Any]]:
     with torch.autocast(device, DTYPES[low]):
         out = model(input_ids=ids, labels=ids)
     out.loss.backward()
+    mhz = sm_clock(device)()
     for handle in handles:
         handle.remove()
     for layer, name in names.items():
@@ -124,7 +127,7 @@ def autocast_dtypes(device: str, low: str) -> list[dict[str, Any]]:
     first["logits"] = {"out": short(out.logits.dtype)}
     first["loss"] = {"out": short(out.loss.dtype)}
     return [
-        dict(name=f"{low}: {name}", tensor=tensor, dtype=dtype)
+        dict(name=f"{low}: {name}", tensor=tensor, dtype=dtype, sm_mhz=mhz)
         for name, tensors in first.items()
         for tensor, dtype in tensors.items()
     ]
@@ -167,7 +170,7 @@ def attention_errors(
         "streamattn": lambda q, k, v: attention(q, k, v, causal=True),
         "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    rows = []
+    rows, clock = [], sm_clock(device)
     for dtype in dtypes:
         for seq_len in seq_lens:
             torch.manual_seed(0)
@@ -176,6 +179,7 @@ def attention_errors(
             for name, function in functions.items():
                 with precision(dtype):
                     errors = errors_of(function, inputs)
+                mhz = clock()
                 for tensor, (rms, most) in errors.items():
                     rows.append(
                         dict(
@@ -183,6 +187,7 @@ def attention_errors(
                             tensor=tensor,
                             dtype=dtype,
                             seq_len=seq_len,
+                            sm_mhz=mhz,
                             rms_error=float(f"{rms:.3g}"),
                             max_error=float(f"{most:.3g}"),
                         )
@@ -258,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with appended(options.csv, PrecisionRow) as write:
             for study in options.studies:
-                rows = [PrecisionRow(**on, study=study, **found) for found in studies[study]()]
+                rows = [PrecisionRow(**{**on, **found}, study=study) for found in studies[study]()]
                 for row in rows:
                     write(row)
                 console.print(table(rows, study), highlight=False)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamattn.bench.arguments import HelpFormatter, positive, writable
 from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant, register
-from streamattn.bench.machine import ask_driver
+from streamattn.bench.machine import sm_clock
 from streamattn.bench.models import DTYPES, WIDTH, ModelCase, autocast
 from streamattn.bench.providers import Unsupported
 from streamattn.bench.resume import Mismatch, Stamp, appended, stamp
@@ -245,8 +245,10 @@ class Step:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def profiled(step: Step, trace: str | None, warmup: int) -> tuple[dict[str, list[Kernel]], dict[str, Kernel]]:
-    """Kernels of each phase, and all ranges.
+def profiled(
+    step: Step, trace: str | None, warmup: int
+) -> tuple[dict[str, list[Kernel]], dict[str, Kernel], int | None]:
+    """Kernels of each phase, all ranges, and the GPU's clock in MHz right after the last phase.
 
     Args:
         step: of a model.
@@ -262,12 +264,13 @@ def profiled(step: Step, trace: str | None, warmup: int) -> tuple[dict[str, list
 
     for _ in range(warmup):
         step.whole()
-    found, ranges = {}, {}
+    found, ranges, clock, mhz = {}, {}, sm_clock(step.device), None
     for name, phase in step.phases().items():
         finish()
         with profile(activities=activities, acc_events=True) as profiler:
             phase()
             finish()
+            mhz = clock()  # before the profiler has gathered its events, or the GPU would idle meanwhile
         found[name] = kernels_of(profiler, on_gpu)
         ranges |= ranges_of(profiler, on_gpu)
     if trace is not None:
@@ -275,7 +278,7 @@ def profiled(step: Step, trace: str | None, warmup: int) -> tuple[dict[str, list
             step.whole()
             finish()
         profiler.export_chrome_trace(trace)
-    return found, ranges
+    return found, ranges, mhz
 
 
 def counted(step: Step) -> dict[str, dict[str, int]]:
@@ -513,9 +516,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         once(step, options.warmup)
         return 0
     console = Console(width=WIDTH)
-    clock = ask_driver("clocks.sm") if options.device == "cuda" else None
-    kernels, ranges = profiled(step, options.trace, options.warmup)
-    on = stamp(options.device, None if clock is None else clock(2.0))
+    kernels, ranges, mhz = profiled(step, options.trace, options.warmup)
+    on = replace(stamp(options.device), sm_mhz=mhz)
     rows = rows_of(on, case, options.attention, kernels, ranges, counted(step))
     if options.csv:
         try:

@@ -42,7 +42,8 @@ class Stamp:
     Attributes:
         commit: of the code; ``+`` behind it: with changes; ``files`` and a digest where git doesn't know.
         device: the GPU's name, or CPU.
-        sm_mhz: clock of its multiprocessors when asked; None on a CPU.
+        sm_mhz: clock of its multiprocessors right after the work of this row; None on a CPU, and where none
+            of it was done.
         driver: its version; None on a CPU.
         torch: version.
         triton: version; None = not installed.
@@ -51,7 +52,7 @@ class Stamp:
 
     commit: str
     device: str
-    sm_mhz: str | None
+    sm_mhz: int | None
     driver: str | None
     torch: str
     triton: str | None
@@ -88,19 +89,16 @@ def code_version() -> str:
         return f"files {digest.hexdigest()[:10]}"
 
 
-def stamp(device: str, clock: str | None = None) -> Stamp:
-    """Of this process's machine.
+def stamp(device: str) -> Stamp:
+    """Of this process's machine, its clock not read yet.
 
     Args:
         device: ``cuda`` or ``cpu``, where the rows are measured.
-        clock: in MHz, as the driver gave it while they were.
     """
     machine = asdict(this_machine())
     if device == "cpu":
         machine |= {"device": "CPU", "driver": None}
-    return Stamp(
-        commit=code_version(), sm_mhz=clock, transformers=metadata.version("transformers"), **machine
-    )
+    return Stamp(commit=code_version(), sm_mhz=None, transformers=metadata.version("transformers"), **machine)
 
 
 def text(value: Any) -> str:
