@@ -84,7 +84,7 @@ def test_rows_have_times_speeds_and_speedups() -> None:
         assert (row.p20_ms, row.p80_ms) == pytest.approx((0.94 * ms, 1.06 * ms))
         assert row.speedup == 2.0 / SPEEDS[row.provider]
         assert row.spread == 0.5
-        assert row.backend == row.provider
+        assert row.backend == "flash", "of PyTorch, which serves ours too on a CPU"
         assert row.error is not None
         assert 0.0 < row.error < 1e-5
         assert (row.case, row.causal, row.num_kv_heads, row.version) == ("sweep", True, 2, "version 1")
@@ -228,10 +228,55 @@ def test_what_a_peer_cannot_do_is_noted_and_ours_is_wrong() -> None:
     assert backward.median_ms is None
 
 
-def test_a_provider_with_a_choice_says_what_served_it() -> None:
+def seen_by_profilers(monkeypatch: pytest.MonkeyPatch, kernels: dict[float, list[str]]) -> None:
+    """Names of kernels by the provider's time; each profiler is noted among the turns as a 0."""
+
+    @contextmanager
+    def recording(device: str):
+        turns.append(0.0)
+        names: list[str] = []
+        yield names
+        names += kernels[clock[-1]]
+
+    monkeypatch.setattr(module, "recording", recording)
+
+
+CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
+FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>"
+
+
+def test_what_ran_is_looked_at_once_a_row_and_after_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a profiler slows down what is timed after it was open."""
+    seen_by_profilers(monkeypatch, {1.0: ["hopper_fwd_kernel"], 4.0: [CUDNN], 2.0: ["gemm"]})
+    rows = contest(CASE, OTHERS, replace(PLAN, passes=("forward", "both")))
+    assert len(turns) == 12 + 6
+    assert turns[12:] == [0.0] * 6
+    served = {(row.provider, row.part): row.backend for row in rows}
+    assert served == {
+        (name, part): backend
+        for name, backend in (("ours", "hopper"), ("slow", "cudnn"), ("fast", "fast"))
+        for part in ("forward", "both")
+    }
+
+
+def test_where_no_profiler_can_look_the_prediction_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_by_profilers(monkeypatch, {1.0: []})
     chooses = replace(provider(1.0), backend=lambda case, q, k, v, backward: f"{case.case} {backward}")
     rows = contest(CASE, {"it": chooses}, replace(PLAN, passes=("forward", "both")))
-    assert [row.backend for row in rows] == ["sweep False", "sweep True"]
+    assert [row.backend for row in rows] == ["sweep False (predicted)", "sweep True (predicted)"]
+
+
+def test_the_figures_of_another_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(time: float) -> Provider:
+        return replace(provider(time), backend=lambda *arguments: "cudnn", named=True)
+
+    seen_by_profilers(monkeypatch, {1.0: ["hopper_fwd_kernel"], 0.5: [FLASH], 2.0: [CUDNN]})
+    providers = {"ours": OTHERS["ours"], "falls": named(0.5), "stays": named(2.0)}
+    rows = {row.provider: row for row in contest(CASE, providers, PLAN)}
+    assert rows["falls"].status == "unsupported: flash served it, not cudnn"
+    assert rows["falls"].median_ms is rows["falls"].backend is rows["falls"].speedup is None
+    assert (rows["stays"].status, rows["stays"].backend) == ("ok", "cudnn")
+    assert rows["ours"].speedup == 2.0, "it is no peer"
 
 
 def test_a_row_has_the_clock_right_after_its_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ def test_a_model_is_measured() -> None:
     rows, courses = measure(CASE, ["eager", "streamattn"], "cpu", None)
     for row, course in zip(rows, courses, strict=True):
         assert row.status == "ok" and row.contestant == course.contestant
+        assert row.backend == {"eager": "math", "streamattn": "flash"}[row.contestant]
         held, after = row.held_before_mib, row.held_after_forward_mib
         assert held and after and row.forward_peak_mib and row.step_peak_mib and row.largest
         parameters = 4096 * 128 + 256 * 128 + 12 * 128**2 + 13 * 128 + 2 * 128
@@ -113,10 +114,16 @@ def test_a_model_is_measured() -> None:
         assert len(row.largest.split("; ")) == 5
 
 
-def test_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_is_read_and_another_backend_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "sm_clock", lambda device: lambda: 1980)
-    rows, _ = measure(CASE, ["eager", "sdpa"], "cpu", None)
-    assert [row.sm_mhz for row in rows] == [1980, 1980]
+    monkeypatch.setattr(memory, "NAMED", {"sdpa": "cudnn"})
+    rows, courses = measure(CASE, ["eager", "sdpa"], "cpu", None)
+    assert [(row.status, row.sm_mhz) for row in rows] == [
+        ("ok", 1980),
+        ("unsupported: flash served it, not cudnn", None),
+    ]
+    assert rows[1].step_peak_mib is None
+    assert [course.contestant for course in courses] == ["eager"]
 
 
 def test_the_course_of_a_step_is_drawn(tmp_path: Path) -> None:

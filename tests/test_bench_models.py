@@ -71,7 +71,12 @@ def test_every_contestant_is_timed_and_judged(case: ModelCase) -> None:
     rows = measure(case, CONTESTANTS, "cpu", repeats=2, rounds=2)
     assert [row.contestant for row in rows] == list(CONTESTANTS)
     medians = {row.contestant: row.step_median_ms or 0.0 for row in rows}
+    backends = {row.contestant: row.backend for row in rows if row.backend}
+    assert backends == {"eager": "math", "sdpa": "flash", "streamattn": "flash"}
     for row in rows:
+        if row.contestant == "sdpa_cudnn":
+            assert (row.status, row.steps) == ("unsupported: cudnn needs an NVIDIA GPU", 0)
+            continue
         assert (row.status, row.steps, row.device, row.peak_mib) == ("ok", 4, "CPU", None)
         assert row.step_median_ms
         tokens = 2 * (3 if case.work == "generate" else 16)
@@ -177,6 +182,22 @@ def test_ours_may_run_out_of_memory_but_not_fail() -> None:
         assert entry.status == status
 
 
+def test_another_backend_than_the_name_says_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the contestant for cuDNN, let onto a CPU, and of one whose name is right there."""
+    monkeypatch.setattr(contestants, "NAMED", {})
+    monkeypatch.setattr(models, "NAMED", {"sdpa_cudnn": "cudnn", "sdpa": "flash"})
+    rows = measure(TRAIN, ["sdpa", "sdpa_cudnn"], "cpu", repeats=1, rounds=1)
+    assert (rows[0].status, rows[0].backend, rows[0].speedup) == ("ok", "flash", 1.0)
+    assert rows[1].status == "unsupported: flash served it, not cudnn"
+    assert rows[1].backend is rows[1].step_median_ms is rows[1].speedup is None
+
+
+def test_dropout_is_looked_at_with_dropout() -> None:
+    """PyTorch's attention on a CPU has a fused backend only without."""
+    (row,) = measure(replace(TRAIN, dropout=0.5), ["sdpa"], "cpu", repeats=1, rounds=1)
+    assert row.backend == "math"
+
+
 def test_the_clock_is_read_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
@@ -185,8 +206,8 @@ def test_the_clock_is_read_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> N
         return 1000 + len(read)
 
     monkeypatch.setattr(models, "sm_clock", lambda device: clock)
-    rows = measure(TRAIN, ["eager", "sdpa"], "cpu", repeats=1, rounds=2)
-    assert [row.sm_mhz for row in rows] == [1004, 1003]
+    rows = measure(TRAIN, ["eager", "sdpa", "sdpa_cudnn"], "cpu", repeats=1, rounds=2)
+    assert [row.sm_mhz for row in rows] == [1004, 1003, None]
 
 
 def test_no_mask_and_a_static_cache_do_not_go_together() -> None:

@@ -169,25 +169,31 @@ def test_cupy_is_called_rightly(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
         judge("cupy", replace(case, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(("name", "backend"), [("streamattn", "sdpa"), ("sdpa_default", "flash_attention")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("streamattn", "sdpa"), ("sdpa_default", "flash"), ("sdpa_cudnn", "cudnn")]
+)
 def test_what_serves_a_call_is_told(name: str, backend: str) -> None:
     provider = PROVIDERS[name]()
     assert provider.backend is not None
     q, k, v, _ = CASE.tensors(CPU)
     assert {provider.backend(CASE, q, k, v, backward) for backward in (False, True)} == {backend}
+    assert provider.named == (name == "sdpa_cudnn"), "the others may choose"
     if name == "streamattn":
         assert provider.backend(replace(CASE, dropout_p=0.1), q, k, v, False) == "reference"
 
 
-def test_a_forward_for_hopper_may_have_another_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "choose", lambda *arguments: Backend.HOPPER)
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(Backend.HOPPER, "hopper"), (Backend.DECODE, "triton"), (Backend.WIDE, "wide")]
+)
+def test_a_forward_for_decode_has_another_backward(
+    forward: Backend, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(providers, "choose", lambda *arguments: forward)
     served = PROVIDERS["streamattn"]().backend
     assert served is not None
-    for head_dim, backward in ((128, "hopper"), (256, "triton")):
-        case = replace(CASE, head_dim=head_dim)
-        q, k, v, _ = case.tensors(CPU)
-        assert served(case, q, k, v, False) == "hopper"
-        assert served(case, q, k, v, True) == backward
+    q, k, v, _ = CASE.tensors(CPU)
+    assert served(CASE, q, k, v, False) == forward.value
+    assert served(CASE, q, k, v, True) == backward
 
 
 def test_eager_is_right_in_half_precision_and_compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ MAY_IMPORT = {
     "streamattn.bench.plots": ("streamattn.bench.resume",),
     "streamattn.bench": (),
     "streamattn.bench.arguments": (),
+    "streamattn.bench.backends": ("streamattn.bench.providers",),
     "streamattn.bench.cases": ("streamattn.pattern",),
     "streamattn.bench.machine": (),
     "streamattn.bench.tables": ("streamattn.bench.cases", "streamattn.bench.resume"),

@@ -2,7 +2,8 @@
 
 All providers run a case on the same inputs and take turns; of a provider's turns the one of the least median
 counts. What fails the gate is not timed. What a peer can't do, and memory that doesn't suffice, are noted in
-a row's ``status``.
+a row's ``status``, as is another backend than a provider is named for: what really ran is looked at last, for
+no time may be taken once a profiler was open.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamattn.bench.backends import recording, served
 from streamattn.bench.cases import DTYPES, Case, precision
 from streamattn.bench.gate import Gate, WrongResult
 from streamattn.bench.machine import sm_clock
@@ -57,6 +59,7 @@ class Entry:
     provider: Provider
     part: str
     status: str = "ok"
+    work: Callable[[], object] | None = None
     backend: str | None = None
     error: float | None = None
     held_mib: float | None = None
@@ -67,7 +70,7 @@ class Entry:
 
     def fail(self, status: str) -> None:
         """Nothing more of it is measured, and nothing of it is reported."""
-        self.status = status
+        self.status, self.work = status, None
         for found in (self.measures, self.turns, self.sm_mhz):
             found.clear()
 
@@ -134,13 +137,11 @@ def enter(
                 warnings.simplefilter("ignore")  # PyTorch's, of each backend that it can't use
                 error = gate.check(provider.bind, call, backward)
             entry.held_mib, entry.peak_mib = footprint(*steps(entry.part, call, inputs))
-            work = prepared(entry.part, call, inputs, others)
+            entry.work = prepared(entry.part, call, inputs, others)
             for timer in plan.timers:
                 prepare = clock if plan.device == "cpu" else TIMERS[timer]
-                entry.measures[timer] = prepare(work, plan.repeats)
+                entry.measures[timer] = prepare(entry.work, plan.repeats)
             entry.error = float(f"{error:.3g}")
-            asked = provider.backend
-            entry.backend = name if asked is None else asked(gate.case, *inputs[:3], backward)
         except Unsupported as error:
             entry.fail(f"unsupported: {error}")
         except WrongResult as error:
@@ -165,6 +166,22 @@ def compete(entries: Iterable[Entry], rounds: int, device: str) -> None:
             except torch.OutOfMemoryError:  # it ran alone before; now all that the others saved is held too
                 entry.fail("out of memory")
         order.reverse()
+
+
+def name_backends(case: Case, entries: Iterable[Entry], inputs: Inputs, device: str) -> None:
+    """Says what served each one that was timed, by its work done once more; refuses what isn't its own."""
+    for entry in entries:
+        if entry.work is None:
+            continue
+        provider, predicted = entry.provider, None
+        if provider.backend is not None:
+            predicted = provider.backend(case, *inputs[:3], entry.part != "forward")
+        with provider.around(), recording(device) as names, suppress(torch.OutOfMemoryError):
+            entry.work()
+        try:
+            entry.backend = served(names, predicted, provider.named) or entry.name
+        except Unsupported as error:
+            entry.fail(f"unsupported: {error}")
 
 
 def figures_of(
@@ -255,6 +272,7 @@ def contest(case: Case, providers: Mapping[str, Provider], plan: Plan) -> list[R
             with provider.around():
                 entries += enter(name, provider, gate, inputs, others, plan)
         compete(entries, plan.rounds, plan.device)
+        name_backends(case, entries, inputs, plan.device)
     return rows_of(case, entries, plan, most, stamp(plan.device))
 
 

@@ -27,6 +27,8 @@ from streamattn.bench.providers import Unsupported
 from streamattn.job import load_shape
 
 CONTESTANTS = ("eager", "sdpa", "sdpa_cudnn", "streamattn", "removed")
+NAMED = {"sdpa_cudnn": "cudnn"}
+"""Contestants whose name promises a backend that PyTorch may leave for another, and that backend."""
 ON_DEMAND = ("flex_attention", "flash_attention_2", "flash_attention_3")
 """HuggingFace's other implementations, which compile by themselves or need a package."""
 PREFERRED = [
@@ -143,12 +145,14 @@ def contestant(model: Any, name: str) -> Any:
         name: of the attention, one of `CONTESTANTS`.
 
     Raises:
-        Unsupported: this release of transformers can't.
+        Unsupported: this release of transformers can't, or the model isn't where that attention runs.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise Unsupported("this transformers can't change a model's attention; 4.54 is the first")
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
+    if name in NAMED and model.device.type == "cpu":
+        raise Unsupported(f"{NAMED[name]} needs an NVIDIA GPU")
     if name == "streamattn":
         return patch_model(copied)
     if name in WITHOUT_MASKS:

@@ -31,7 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
-from streamattn.bench.contestants import CONTESTANTS, base_model, configuration, contestant
+from streamattn.bench.backends import recording, served
+from streamattn.bench.contestants import CONTESTANTS, NAMED, base_model, configuration, contestant
 from streamattn.bench.machine import sm_clock
 from streamattn.bench.models import DTYPES, WIDTH, Entry, ModelCase, autocast, clean, failures_of
 from streamattn.bench.resume import Died, Mismatch, Stamp, apart, appended, holds, rows_in, stamp
@@ -72,6 +73,7 @@ class MemoryRow(MemoryCase, Stamp):
     Attributes:
         contestant: whose attention.
         status: ok, or why there are no figures.
+        backend: what served a step, as `streamattn.bench.models.ModelRow` has it.
         held_before_mib: weights and the optimizer's state.
         held_after_forward_mib: what the forward leaves for the backward.
         forward_peak_mib: the most during the forward, what was held before included.
@@ -81,6 +83,7 @@ class MemoryRow(MemoryCase, Stamp):
 
     contestant: str = ""
     status: str = "ok"
+    backend: str | None = None
     held_before_mib: float | None = None
     held_after_forward_mib: float | None = None
     forward_peak_mib: float | None = None
@@ -218,7 +221,9 @@ def measure(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-            step()  # whatever is made once is made
+            with recording(device) as kernels:
+                step()  # whatever is made once is made
+            backend = served(kernels, NAMED.get(name), name in NAMED)
             if device == "cuda":
                 file = None if snapshots is None else f"{snapshots}/{label(case)}-{name}.pickle"
                 changes = history_on_gpu(step, file)
@@ -230,6 +235,7 @@ def measure(
             mhz = clock()
             largest = [(change.size / MIB, change.where) for change in at_peak(changes)[1][:8]]
             figures = dict(
+                backend=backend,
                 held_before_mib=round(before / MIB, 1),
                 held_after_forward_mib=round(after / MIB, 1),
                 forward_peak_mib=round((before + most) / MIB, 1),

@@ -9,7 +9,8 @@ where it generates.
 
 After the timing each contestant's gradients (logits where it generates) are judged against PyTorch's
 attention in the same model; ``removed`` is none and not judged. With dropout, whose masks differ, the models
-are judged without it and not compiled. What is wrong gets no figures. Out of memory and what a peer can't do
+are judged without it and not compiled. What is wrong gets no figures, nor what another backend served than
+its name says; what really ran is noted then. Out of memory and what a peer can't do
 are words in ``status``. Left out on purpose: text, convergence, several GPUs.
 """
 
@@ -35,7 +36,8 @@ from torch import Tensor, nn
 
 from streamattn.bench import plots, report
 from streamattn.bench.arguments import HelpFormatter, positive, writable, writable_folder
-from streamattn.bench.contestants import CONTESTANTS, ON_DEMAND, base_model, configuration, contestant
+from streamattn.bench.backends import recording, served
+from streamattn.bench.contestants import CONTESTANTS, NAMED, ON_DEMAND, base_model, configuration, contestant
 from streamattn.bench.gate import WrongResult, relative_error
 from streamattn.bench.machine import sm_clock
 from streamattn.bench.providers import Unsupported, first_line
@@ -90,6 +92,8 @@ class ModelRow(ModelCase, Stamp):
     Attributes:
         contestant: whose attention.
         status: ok, or why there are no figures.
+        backend: what served a training step, or a prompt, as `streamattn.bench.tables.Row` has it; None where
+            nothing was judged, or where neither a profiler nor the contestant's name says it.
         graph_breaks: places where compilation gave up; None where it was not asked for.
         steps: timed.
         forward_mean_ms: and so on: milliseconds of a step's parts; of a whole call where it generates.
@@ -101,6 +105,7 @@ class ModelRow(ModelCase, Stamp):
 
     contestant: str = ""
     status: str = "ok"
+    backend: str | None = None
     graph_breaks: int | None = None
     steps: int = 0
     forward_mean_ms: float | None = None
@@ -198,6 +203,7 @@ class Entry:
     sm_mhz: int | None = None
     graph_breaks: int | None = None
     status: str = "ok"
+    backend: str | None = None
     error: float | None = None
 
     def fail(self, status: str) -> None:
@@ -302,9 +308,9 @@ def results(case: ModelCase, device: str, model: Any, runs: Any, ids: Tensor) ->
 
 
 def judge(case: ModelCase, device: str, entries: Sequence[Entry], base: Any, ids: Tensor) -> None:
-    """Compares each contestant with PyTorch's attention; what is wrong loses its figures.
+    """Compares each contestant with PyTorch's attention, and notes what served it.
 
-    Each is judged as it was timed, compiled too, but for dropout.
+    Each is judged as it was timed, compiled too, but for dropout. What is wrong loses its figures.
     """
     base.train(case.work == "train" and case.dropout == 0.0)
     want: dict[str, Tensor] | None = None
@@ -313,15 +319,19 @@ def judge(case: ModelCase, device: str, entries: Sequence[Entry], base: Any, ids
             continue
         with failures_of(entry):
             want = want or results(case, device, base, base, ids)
-            if case.dropout:
-                entry.model.eval()
-            runs = entry.model if case.dropout else entry.runs
-            got = results(case, device, entry.model, runs, ids)
+            if case.dropout and case.work == "train":
+                with recording(device) as names:
+                    entry.step()  # with dropout, which another backend may serve
+                got = results(case, device, entry.model.eval(), entry.model, ids)
+            else:
+                with recording(device) as names:
+                    got = results(case, device, entry.model, entry.runs, ids)
             errors = {name: relative_error(got[name], x) for name, x in want.items()}
             worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
             entry.error = float(f"{errors[worst]:.3g}")
             if not errors[worst] <= LIMITS[case.dtype]:
                 raise WrongResult(f"{worst} is off by {errors[worst]:.1e} of its size")
+            entry.backend = served(names, NAMED.get(entry.name), entry.name in NAMED)
         clean(base, device)
 
 
@@ -402,6 +412,7 @@ def rows_of(case: ModelCase, entries: Sequence[Entry], on: Stamp) -> list[ModelR
                 **asdict(case),
                 contestant=entry.name,
                 status=entry.status,
+                backend=entry.backend,
                 graph_breaks=entry.graph_breaks,
                 peak_mib=entry.peak_mib,
                 error=entry.error,

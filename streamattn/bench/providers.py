@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from streamattn import __version__
 from streamattn.bench.cases import Case
-from streamattn.dispatch import MAX_TRITON_HEAD_DIM, Backend, Masks, choose, unsupported_backward
+from streamattn.dispatch import MAX_TRITON_HEAD_DIM, Backend, Masks, choose
 from streamattn.functional import attention
 from streamattn.pattern import UNBOUNDED
 
@@ -42,7 +42,8 @@ class Provider:
         version: of what implements it.
         ours: whether it is this package's, so that a case it fails at is an error and no property of a peer.
         around: makes what must be entered around its calls, once for many.
-        backend: what serves a case's q, k, v, forward or backward (True); None = it has no choice.
+        backend: what should serve a case's q, k, v, forward or backward (True); None = it has no choice.
+        named: whether its name promises that backend, so that the figures of another are not its own.
     """
 
     bind: Callable[[Case, torch.device], Call]
@@ -50,6 +51,7 @@ class Provider:
     ours: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     backend: Callable[[Case, Tensor, Tensor, Tensor, bool], str] | None = None
+    named: bool = False
 
 
 def _version(*distributions: str) -> str:
@@ -93,12 +95,7 @@ def _streamattn(backend: str) -> Provider:
         masks = Masks(q_segments=segments, kv_segments=segments)
         options = (case.head_dim**-0.5, window_left, 0.0, case.dropout_p)
         chosen = choose(Backend(backend), q, k, v, masks, *options)
-        if backward and (
-            chosen is Backend.DECODE
-            or (chosen is Backend.HOPPER and unsupported_backward(q, q, False) is not None)
-        ):
-            chosen = Backend.TRITON
-        return chosen.value
+        return (Backend.TRITON if backward and chosen is Backend.DECODE else chosen).value
 
     return Provider(bind, f"streamattn {__version__}", ours=True, backend=served)
 
@@ -132,14 +129,16 @@ def _sdpa(backend: SDPBackend | None) -> Provider:
         return call
 
     def served(case: Case, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
-        choice: Any = getattr(torch, "_fused_sdp_choice")  # noqa: B009 - not among torch's exported names
-        chosen = choice(q, k, v, None, case.dropout_p, case.causal, enable_gqa=True)
-        return SDPBackend(chosen).name.lower()
+        chosen = backend
+        if chosen is None:
+            choice: Any = getattr(torch, "_fused_sdp_choice")  # noqa: B009 - not among torch's exported names
+            chosen = SDPBackend(choice(q, k, v, None, case.dropout_p, case.causal, enable_gqa=True))
+        return chosen.name.lower().removesuffix("_attention")
 
     version = f"torch {torch.__version__}"
     if backend is None:
         return Provider(bind, version, backend=served)
-    return Provider(bind, version, around=lambda: sdpa_kernel(backend))
+    return Provider(bind, version, around=lambda: sdpa_kernel(backend), backend=served, named=True)
 
 
 def _flash(module: ModuleType, version: str) -> Provider:

@@ -27,7 +27,9 @@ class Row(Case, Stamp):
         part: which pass, a name in `PASSES`.
         timer: ``events``, single calls, or ``graph``, many calls in a CUDA graph.
         status: ok, or why there are no figures.
-        backend: what served the call where a provider has a choice; else the provider.
+        backend: what served the pass, by the kernels that ran: hopper, triton, decode or wide of ours, cudnn,
+            flash, efficient or math of PyTorch's, or another's; " + " stands between several. What should
+            have, and "(predicted)", where no profiler could look; the provider where neither is known.
         median_ms: of a call, as its quickest turn had it.
         p20_ms: of the same turn.
         p80_ms: of the same turn.

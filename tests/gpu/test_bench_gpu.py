@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from streamattn import attention
 from streamattn.bench import timers
 from streamattn.bench.cases import Case
 from streamattn.bench.contest import Plan, contest
+from streamattn.bench.machine import sm_clock, this_machine
 from streamattn.bench.providers import PROVIDERS, Call, Provider
 from streamattn.bench.tile_sweep import measure
 
@@ -82,9 +85,39 @@ def test_what_is_wrong_is_refused_and_the_rest_has_figures() -> None:
         assert row.held_mib is not None
         assert row.peak_mib is not None
         assert row.held_mib <= row.peak_mib
-    served = {(row.provider, row.part): row.backend for row in rows}
-    assert served["streamattn-portable", "both"] == "triton"
-    assert served["sdpa_flash", "forward"] == "sdpa_flash"
+        assert row.sm_mhz is not None
+        assert 200 < row.sm_mhz < 4000
+
+
+def test_the_kernels_name_the_backend() -> None:
+    names = ("streamattn", "streamattn-portable", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "eager")
+    hopper = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
+    rows = contest(CASE, {name: PROVIDERS[name]() for name in names}, replace(PLAN, rounds=1))
+    assert {(row.provider, row.part, row.backend) for row in rows} == {
+        (name, part, backend)
+        for name, backend in zip(
+            names, (hopper, "triton", "flash", "cudnn", "efficient", "math"), strict=True
+        )
+        for part in PLAN.passes
+    }
+
+
+def test_the_clock_is_the_one_that_the_driver_tells() -> None:
+    read, tool = sm_clock("cuda"), shutil.which("nvidia-smi")
+    assert tool is not None
+    query = [tool, f"--id=GPU-{torch.cuda.get_device_properties().uuid}", "--format=csv,noheader,nounits"]
+    busy = torch.ones(1 << 28, device="cuda")
+
+    def told(what: str) -> str:
+        answer = subprocess.Popen([*query, f"--query-gpu={what}"], stdout=subprocess.PIPE, text=True)
+        while answer.poll() is None:
+            busy.mul_(1.0)
+            torch.cuda.synchronize()
+        return answer.communicate()[0].strip()
+
+    mhz = float(told("clocks.sm"))
+    assert read() == pytest.approx(mhz, rel=0.3)
+    assert this_machine().driver == told("driver_version")
 
 
 def test_tiles_are_swept() -> None:
