@@ -86,6 +86,15 @@ def test_copies_alone_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     assert {int(row["megabytes"]) for row in rows} == {1, 8, 64, 512, 1000}, "up to a gigabyte"
 
 
+def test_the_clock_of_a_group_is_in_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = dict(operation="all_reduce", size=10**6, status="ok")
+    found = [{**entry, "times": [1.0], "sm_mhz": 1980}, {**entry, "status": "wrong: lost"}]
+    monkeypatch.setattr(comm, "group", lambda *arguments: found)
+    path = tmp_path / "x.csv"
+    assert cli.main(["bench", "comm", "--csv", str(path), "--megabytes", "1"]) == 1
+    assert [row["sm_mhz"] for row in csv.DictReader(path.open())] == ["1980", ""]
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("memory", ["pinned", "pageable"])
 def test_a_copy_is_judged_by_what_arrived(memory: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
