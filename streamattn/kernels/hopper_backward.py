@@ -356,15 +356,16 @@ def attention_backward(
         q_len -= blind
     block_d = next(x for x in HOPPER_BACKWARD_TILES if head_dim <= x)
     tile, shared_keys = HOPPER_BACKWARD_TILES[block_d], block_d > 128
-    assert not (deterministic and shared_keys), "its kernel adds up dq in any order"
+    ordered = deterministic or (q_len <= tile.IN_ORDER and spans is None)
+    assert not (ordered and shared_keys), "its kernel adds up dq in any order"
     rows = ROWS.value
     keys = rows if shared_keys else CONSUMERS.value * rows
     q_tiles, kv_tiles = -(-q_len // rows) * batch * num_heads, -(-kv_len // keys)
     stats = lse.new_empty(2 * q_tiles * rows)
     sums = lse.new_empty((q_tiles * rows * block_d // 256, 256))
-    turns = lse.new_empty(q_tiles, dtype=torch.int32) if deterministic else None
+    turns = lse.new_empty(q_tiles, dtype=torch.int32) if ordered else None
     ranks = None
-    if deterministic and spans is not None:
+    if ordered and spans is not None:
         dtype = torch.int16 if kv_tiles < 1 << 15 else torch.int32
         ranks = spans.new_empty(batch * kv_tiles * -(-q_len // rows), dtype=dtype)
     threshold = drop_threshold(dropout_p)
@@ -408,7 +409,7 @@ def attention_backward(
                 dq_desc=flat_descriptor(sums, 16, 256),
                 OWN_DQ=tile.OWN_DQ,
                 DQ_REGISTERS=tile.DQ_REGISTERS,
-                ORDERED=deterministic,
+                ORDERED=ordered,
             )
         return kv_tiles * kv_heads, own | dict(
             q_desc=descriptor(q, rows, block_d),
@@ -428,9 +429,7 @@ def attention_backward(
             kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
-            heads_per_group=group_of_heads(
-                q, window_right, kv_tiles, kv_heads, multiprocessors, deterministic
-            ),
+            heads_per_group=group_of_heads(q, window_right, kv_tiles, kv_heads, multiprocessors, ordered),
             scale=scale,
             softcap=softcap,
             dk_scale=scale * rescale,
@@ -461,7 +460,7 @@ def attention_backward(
         )
 
     tensors = (q, k, v, out, dout, lse, dlse, q_ids, kv_ids, kv_lengths, *(grads or ()))
-    key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind, deterministic)
+    key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p, blind, ordered)
     with device_guard(q):
         launch(hopper_bwd_prepare_kernel, key, (out, dout, lse, dlse, stats, sums, turns), prepare_arguments)
         pointers = (q, k, v, dout, stats, sums, dk, dv, kv_lengths, spans, q_ids, kv_ids, seed)

@@ -186,19 +186,22 @@ class HopperBackwardTile:
             always above head dimension 128.
         REGISTERS: of a thread of these two.
         DQ_REGISTERS: of a thread of that warpgroup, 0 without.
+        IN_ORDER: queries up to which dq is added up in one order though nobody asked for it: nobody clears
+            the sums then, and few keys make few turns to wait for.
     """
 
     STAGES: int
     OWN_DQ: bool
     REGISTERS: int
     DQ_REGISTERS: int
+    IN_ORDER: int
 
 
 # head dimension of q, k and v, up to -> tile
 HOPPER_BACKWARD_TILES = {
-    64: HopperBackwardTile(3, True, 184, 104),
-    128: HopperBackwardTile(2, False, 240, 0),
-    256: HopperBackwardTile(2, False, 240, 0),
+    64: HopperBackwardTile(3, True, 184, 104, 512),
+    128: HopperBackwardTile(2, False, 240, 0, 1024),
+    256: HopperBackwardTile(2, False, 240, 0, 0),
 }
 
 

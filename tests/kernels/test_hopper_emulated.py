@@ -35,6 +35,7 @@ from streamattn.kernels import (  # noqa: E402
     tiles,
 )
 from streamattn.kernels.launch import launch  # noqa: E402
+from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES  # noqa: E402
 from streamattn.packed import packed_attention, unpacked  # noqa: E402
 from tests.cases import Case, Result, expected, judge, keep_of, run  # noqa: E402
 from tests.emulator import machine  # noqa: E402
@@ -48,8 +49,13 @@ MULTIPROCESSORS = 3  # fewer than items, so that a program has several
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Gluon kernels that were run, by name; each run copies in an order of its own."""
+    """The Gluon kernels that were run, by name; each run copies in an order of its own.
+
+    Sums are in order where a call asks for it, however few its queries.
+    """
     names: list[str] = []
+    for head_dim, tile in HOPPER_BACKWARD_TILES.items():
+        monkeypatch.setitem(HOPPER_BACKWARD_TILES, head_dim, replace(tile, IN_ORDER=0))
 
     def emulate(
         kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any], varying: Any = ()
@@ -215,6 +221,24 @@ def test_what_nobody_sees_reaches_nothing(head_dim, options):
     got = run(attention, inputs, return_lse=True, backend="hopper", deterministic=False)
     judge(got, want, HALF, case)
     assert (got["dq"].masked_select(blind[..., None]) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("q_len", "segments", "in_order"), [(128, "none", True), (129, "none", False), (128, "pair", False)]
+)
+def test_sums_of_few_queries_are_in_order_unasked(q_len, segments, in_order, served, monkeypatch):
+    tile = replace(HOPPER_BACKWARD_TILES[64], IN_ORDER=128)
+    monkeypatch.setitem(HOPPER_BACKWARD_TILES, 64, tile)
+    orders: list[bool] = []
+    emulate = hopper_backward.launch
+
+    def listening(kernel, key, pointers, arguments):
+        orders.extend(value for name, value in arguments()[1].items() if name == "ORDERED")
+        emulate(kernel, key, pointers, arguments)
+
+    monkeypatch.setattr(hopper_backward, "launch", listening)
+    check(Case(q_len=q_len, kv_len=300, head_dim=64, segments=segments))
+    assert orders == [in_order]
 
 
 ORDERED: dict[str, list[Any]] = {
