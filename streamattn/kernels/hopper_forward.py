@@ -37,6 +37,7 @@ from streamattn.kernels.hopper_primitives import (
     copy_out,
     drop,
     exp2,
+    in_pairs,
     random_words,
     release,
     softcapped,
@@ -149,6 +150,8 @@ def narrow(operands, p, words, VARIANT: gl.constexpr):
     dtype: gl.constexpr = q.dtype
     if VARIANT.value.HAS_DROPOUT:
         return drop(p, words, scaling[3], dtype)
+    elif VARIANT.value.in_pairs:
+        return in_pairs(p, dtype)
     else:
         return gl.convert_layout(p.to(dtype), operand_layout(q.shape[1]))
 
@@ -229,7 +232,7 @@ def operand_layout(block_d):
 @gluon.jit
 def operand(p16, dtype: gl.constexpr, BLOCK_D: gl.constexpr, VARIANT: gl.constexpr):
     """Probabilities as the product with v takes them."""
-    if VARIANT.value.HAS_DROPOUT:
+    if VARIANT.value.in_pairs:
         return unpacked(p16, dtype, operand_layout(BLOCK_D))
     else:
         return p16
@@ -269,9 +272,6 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     S_LAYOUT: gl.constexpr = score_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = score_layout(BLOCK_D)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    HAS_LOW_EDGE: gl.constexpr = (
-        VARIANT.value.HAS_LEFT or VARIANT.value.HAS_LENGTHS or VARIANT.value.HAS_SEGMENTS
-    )
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape  # noqa: RUF059
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
     if VARIANT.value.HAS_DROPOUT:
@@ -336,12 +336,12 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
                 for n in range(n_high - 2, high_start - 1, -1):
                     s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, True, VARIANT)
                     t += 1
-            if HAS_LOW_EDGE:
+            if VARIANT.value.has_low_edge:
                 low_end = gl.minimum(gl.maximum(gl.cdiv(full_start - origin, BLOCK_N), n_low), high_start)
             for n in range(high_start - 1, low_end - 1, -1):
                 s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, False, VARIANT)
                 t += 1
-            if HAS_LOW_EDGE:
+            if VARIANT.value.has_low_edge:
                 for n in range(low_end - 1, n_low - 1, -1):
                     s, p16, acc, m, l = step(operands, s, p16, acc, m, l, t, n, n_low, True, VARIANT)
                     t += 1

@@ -227,6 +227,12 @@ def narrow_and_drop(half):
     )
 
 
+@gluon.constexpr_function
+def narrow_pair(half):
+    """PTX: two probabilities as one pair of 16 bits."""
+    return f"cvt.rn.{half}x2.f32 $0, $2, $1;"
+
+
 @gluon.jit
 def two_bytes(words, PRMT: gl.constexpr):
     """Two bytes of each word as 1024 + byte, a pair of float16."""
@@ -256,8 +262,17 @@ def drop(p, words, drop_threshold, dtype: gl.constexpr):
 
 
 @gluon.jit
+def in_pairs(p, dtype: gl.constexpr):
+    """p [64, BLOCK_N] of a product in pairs of 16 bits: uint32 [64, BLOCK_N / 2]."""
+    even, odd = gl.split(p.reshape([64, p.shape[1] // 2, 2]))
+    HALF: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    CONVERT: gl.constexpr = narrow_pair(HALF)
+    return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [even, odd], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def unpacked(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `drop` packed, [64, BLOCK_N], in the layout of an operand of a product: nothing moves."""
+    """What `drop` or `in_pairs` packed, [64, BLOCK_N], in the layout of an operand of a product: nothing moves."""
     twice = gl.join(pairs, pairs).reshape([64, 2 * pairs.shape[1]])
     p = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=dtype.value, is_pure=True, pack=2

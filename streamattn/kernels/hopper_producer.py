@@ -49,6 +49,20 @@ class Variant:
     HAS_SOFTCAP: bool
     HAS_DROPOUT: bool
 
+    @property
+    def has_low_edge(self) -> bool:
+        """Whether a consumer's first keys may lie in a tile of which its queries see only a part."""
+        return self.HAS_LEFT or self.HAS_LENGTHS or self.HAS_SEGMENTS
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether probabilities are carried to their product in pairs of 16 bits.
+
+        Carried as single ones from one loop over tiles to another, they would be taken apart and put together
+        at each tile, one instruction for each.
+        """
+        return self.HAS_DROPOUT or (self.OVERLAP and (self.WIDE_EDGE or self.has_low_edge))
+
 
 @gluon.constexpr_function
 def variant_of(*flags):

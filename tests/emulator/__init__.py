@@ -127,10 +127,10 @@ def not_below(x: Tensor, limit: Any) -> Tensor:
     return halves[0] | halves[1]
 
 
-def narrow_and_drop(even: Tensor, odd: Tensor, drawn: Tensor, limit: Any, dtype: torch.dtype) -> Tensor:
-    """Two numbers as a pair of 16 bits, each 0 where it is dropped."""
+def in_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two numbers as a pair of 16 bits."""
     low, high = (x.to(dtype).view(torch.int16).long() & 0xFFFF for x in (even, odd))
-    return (low | high << 16) & not_below(drawn, limit)
+    return low | high << 16
 
 
 def inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
@@ -159,8 +159,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure:
         return Block(not_below(x[0], x[1]))
     if "cvt.rn." in asm:
         half = torch.bfloat16 if "cvt.rn.bf16x2" in asm else torch.float16
-        even, odd, drawn, limit = x
-        return Block(narrow_and_drop(even, odd, drawn, limit, half))
+        pairs = in_pairs(x[0], x[1], half)
+        return Block(pairs & not_below(x[2], x[3]) if len(x) == 4 else pairs)
     if asm.startswith("mov.b32") and pack == 2:  # both halves of each pair of words, which are alike
         words = x[0].reshape(-1, 2)[:, 0]
         halves = torch.stack([words & 0xFFFF, words >> 16], 1).to(torch.int32).to(torch.int16)
