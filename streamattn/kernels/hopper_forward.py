@@ -77,13 +77,13 @@ def skip(k_full, v_full, t, tiles, STAGES: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, first, queries, shape, length, theirs, VARIANT: gl.constexpr):
+def hide(s, first, queries, shape, length, VARIANT: gl.constexpr):
     """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where `pattern.visible` says no.
 
-    queries = (first query, segments of the queries [BLOCK_M]); theirs [BLOCK_N] are the keys' segments.
+    queries = (first query, first and end of the keys of its and the others' segment); see `hide_others`.
     """
     _, _, q_len, _, left, right, _ = shape
-    i_first, own = queries
+    i_first = queries[0]
     L: gl.constexpr = s.type.layout
     p = i_first + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L)) + (length - q_len)  # [BLOCK_M]
     keys = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))  # [BLOCK_N]
@@ -95,9 +95,25 @@ def hide(s, first, queries, shape, length, theirs, VARIANT: gl.constexpr):
         seen = seen & (keys[None, :] >= (p - left)[:, None])
     if VARIANT.value.HAS_LENGTHS:
         seen = seen & (keys >= 0)[None, :]
-    if VARIANT.value.HAS_SEGMENTS:
-        seen = seen & (own[:, None] == theirs[None, :])
     return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def hide_others(s, first, queries, visibility, b):
+    """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where the segments differ.
+
+    Ids are asked for only where they do: most tiles are of one segment.
+    """
+    i_first, same_start, same_stop = queries
+    if (first < same_start) | (first + s.shape[1] > same_stop):
+        L: gl.constexpr = s.type.layout
+        rows = i_first + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L))  # [BLOCK_M]
+        keys = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))  # [BLOCK_N]
+        own = gl.load(q_ids_of(visibility, b) + rows)
+        own = gl.where(own < 0, -2, own)  # padding sees nothing, not even padding
+        theirs = gl.load(kv_ids_of(visibility, b) + keys)
+        s = gl.where(own[:, None] == theirs[None, :], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -121,13 +137,13 @@ def online_softmax(s, m, l, scale2, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(operands, s, theirs, m, l, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
+def probabilities(operands, s, m, l, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
     """(s, p, m, l, rescale) of key tile n from its products s.
 
     s comes back only so that its registers can take the next products.
     """
-    _, k_smem, _, _, _, shape, _, queries, place, scaling = operands
-    _, _, length, origin = place
+    _, k_smem, _, _, _, shape, visibility, queries, place, scaling = operands
+    b, _, length, origin = place
     scale, softcap, _, _ = scaling
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     scale2 = scale * LOG2E
@@ -135,7 +151,10 @@ def probabilities(operands, s, theirs, m, l, n, MASKED: gl.constexpr, VARIANT: g
         s = softcapped(s, scale, softcap)
         scale2 = 1.0
     if MASKED:
-        s = hide(s, origin + n * BLOCK_N, queries, shape, length, theirs, VARIANT)
+        first = origin + n * BLOCK_N
+        if VARIANT.value.HAS_SEGMENTS:
+            s = hide_others(s, first, queries, visibility, b)
+        s = hide(s, first, queries, shape, length, VARIANT)
     p, m, l, factor = online_softmax(s, m, l, scale2, MASKED)
     return s, p, m, l, factor
 
@@ -154,18 +173,6 @@ def narrow(operands, p, words, VARIANT: gl.constexpr):
         return in_pairs(p, dtype)
     else:
         return gl.convert_layout(p.to(dtype), operand_layout(q.shape[1]))
-
-
-@gluon.jit
-def segments_of(operands, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
-    """Segment ids of the keys of tile n [BLOCK_N], or anything where nobody asks for them."""
-    _, k_smem, _, _, _, _, visibility, queries, place, _ = operands
-    theirs = queries[1]
-    if MASKED and VARIANT.value.HAS_SEGMENTS:
-        BLOCK_N: gl.constexpr = k_smem.shape[3]
-        keys = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(BLOCK_N)))
-        theirs = gl.load(kv_ids_of(visibility, place[0]) + keys)
-    return theirs
 
 
 @gluon.jit
@@ -210,8 +217,7 @@ def step(operands, s, p16, acc, m, l, t, n, n_end, MASKED: gl.constexpr, VARIANT
     else:
         s, words = await_scores(operands, s, n, 0, VARIANT)
     release(FIRST_BARRIER + u % STAGES, THREADS)
-    theirs = segments_of(operands, n, MASKED, VARIANT)  # not earlier, for want of registers
-    s, p, m, l, factor = probabilities(operands, s, theirs, m, l, n, MASKED, VARIANT)
+    s, p, m, l, factor = probabilities(operands, s, m, l, n, MASKED, VARIANT)
     await_tile(k_full, u + 1, STAGES, pred=n > n_end)
     if VARIANT.value.OVERLAP:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -291,15 +297,16 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
         start, stop = kv_span(i_first, i_last, q_len, length, left, right)
         full_start, full_stop = kv_span_full(i_first, i_last, q_len, length, left, right)
         rows = i_first + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)
-        own = rows
+        same_start, same_stop = start, stop
         if VARIANT.value.HAS_SEGMENTS:
             at = row_of_spans(visibility, b, q_len, i_first)
+            same_start, same_stop = gl.load(at + 2), gl.load(at + 3)
+            full_start, full_stop = gl.maximum(full_start, same_start), gl.minimum(full_stop, same_stop)
+            # what lies outside the window is hidden without a look at its segment
+            same_start = gl.where(same_start > start, same_start, 0)
+            same_stop = gl.where(same_stop < stop, same_stop, length + BLOCK_N)
             start, stop = gl.maximum(start, gl.load(at)), gl.minimum(stop, gl.load(at + 1))
-            full_start = gl.maximum(full_start, gl.load(at + 2))
-            full_stop = gl.minimum(full_stop, gl.load(at + 3))
-            own = gl.load(q_ids_of(visibility, b) + rows)
-            own = gl.where(own < 0, -2, own)  # padding sees nothing, not even padding
-        queries = (i_first, own)
+        queries = (i_first, same_start, same_stop)
         place = (b, h, length, origin)
         operands = (q, k_smem, v_smem, k_full, v_full, shape, visibility, queries, place, scaling)
         # own tiles [n_low, n_high), walked downwards; none where the queries lie past the last one
@@ -316,14 +323,13 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
             other_q = (count + 1) % Q_BUFFERS * CONSUMERS + WHICH
             mbarrier.arrive(q_free.index(other_q), count=1, pred=count > 0)
         if n_high > n_low:
-            theirs = segments_of(operands, n_high - 1, True, VARIANT)
             await_tile(k_full, t, STAGES)
             k = k_smem.index(t % STAGES).reshape([BLOCK_N, BLOCK_D])
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=S_LAYOUT)
             s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
             s, words = await_scores(operands, s, n_high - 1, 0, VARIANT)
             release(FIRST_BARRIER + t % STAGES, THREADS)
-            s, p, m, l, factor = probabilities(operands, s, theirs, m, l, n_high - 1, True, VARIANT)  # noqa: RUF059
+            s, p, m, l, factor = probabilities(operands, s, m, l, n_high - 1, True, VARIANT)  # noqa: RUF059
             p16 = narrow(operands, p, words, VARIANT)
             await_tile(k_full, t + 1, STAGES, pred=n_high - 1 > n_low)
             if not VARIANT.value.OVERLAP:

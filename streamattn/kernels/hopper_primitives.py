@@ -272,7 +272,7 @@ def in_pairs(p, dtype: gl.constexpr):
 
 @gluon.jit
 def unpacked(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `drop` or `in_pairs` packed, [64, BLOCK_N], in the layout of an operand of a product: nothing moves."""
+    """[64, BLOCK_N] from such pairs, in the layout of an operand of a product: nothing moves."""
     twice = gl.join(pairs, pairs).reshape([64, 2 * pairs.shape[1]])
     p = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [twice], dtype=dtype.value, is_pure=True, pack=2
