@@ -67,6 +67,7 @@ MAY_IMPORT = {
         "streamattn.kernels.hopper_primitives",
         "streamattn.kernels.hopper_producer",
         "streamattn.kernels.primitives",
+        "streamattn.kernels.segments",
         "streamattn.kernels.launch",
         "streamattn.kernels.tiles",
         "streamattn.pattern",

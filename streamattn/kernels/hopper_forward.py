@@ -61,6 +61,7 @@ from streamattn.kernels.launch import (
     multiprocessor_count,
 )
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full
+from streamattn.kernels.segments import longest_first
 from streamattn.kernels.tiles import HOPPER_BLOCK_M, choose_hopper_tile
 from streamattn.pattern import UNBOUNDED, drop_threshold, open_sides
 
@@ -468,7 +469,7 @@ def hopper_fwd_kernel(
         HAS_SEGMENTS, HAS_SOFTCAP, HAS_DROPOUT,
     )  # fmt: skip
     shape = (batch, num_heads, q_len, kv_len, window_left, window_right, heads_per_group)
-    segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids)
+    segments = (spans_ptr, q_ids_ptr, stride_q_ids, kv_ids_ptr, stride_kv_ids, counter_ptr)
     visibility = (kv_lengths_ptr, stride_kv_lengths, segments)
     barriers = (q_full, q_free, k_full, v_full, next_full, next_free, v_raw)
     buffers = (q_smem, k_smem, v_smem, out_smem, next_smem)
@@ -542,7 +543,12 @@ def attention_forward(
     num_tiles = -(-q_len // (tile.CONSUMERS * HOPPER_BLOCK_M))
     items = num_tiles * batch * num_heads
     drawn = not even and items > multiprocessors
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn else None
+    counter = None
+    if drawn and spans is not None:
+        rows = tile.CONSUMERS * HOPPER_BLOCK_M
+        counter = longest_first(spans, q_len, kv_len, window_left, window_right, rows, tile.BLOCK_N)
+    elif drawn:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     # whether the last keys of a consumer's queries may lie in two tiles; those of a length end with a tile
     diagonal = window_right - q_len + (kv_len if kv_lengths is None else 0)
     wide_edge = window_right < UNBOUNDED and diagonal % HOPPER_BLOCK_M not in (0, 63)
@@ -563,7 +569,9 @@ def attention_forward(
             kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
-            heads_per_group=group_of_heads(k, window_right, num_tiles, batch * num_heads, multiprocessors),
+            heads_per_group=group_of_heads(
+                k, window_right, num_tiles, batch * num_heads, multiprocessors, longest_first=has_segments
+            ),
             scale=scale,
             softcap=softcap,
             drop_threshold=drop_threshold(dropout_p),

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from streamattn.kernels.launch import heads_per_group
+from streamattn.kernels.launch import GROUP_BYTES, heads_per_group
 from streamattn.pattern import UNBOUNDED
 
 
@@ -35,6 +35,7 @@ def group_of_heads(
     num_heads: int,
     multiprocessors: int,
     ordered: bool = False,
+    longest_first: bool = False,
 ) -> int:
     """How many heads start side by side (see `primitives.schedule`); x is what every item of a head reads.
 
@@ -47,6 +48,8 @@ def group_of_heads(
     if ordered:
         rounds = 2 if x.shape[-1] <= 64 else 1
         group = max(1, rounds * multiprocessors // num_tiles)
+    elif longest_first:  # each length's items read all keys of the group again, and the last are short
+        group = max(1, GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
     elif window_right < UNBOUNDED:
         group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
     return triton.cdiv(num_heads, max(1, num_heads // group))

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_release, copy_in
-from streamattn.kernels.primitives import kv_span, schedule
+from streamattn.kernels.primitives import ORDER, kv_span, schedule
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,12 @@ def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VAR
     lengths_ptr, stride_lengths, _ = visibility
     num_tiles = gl.cdiv(q_len, ROWS)
     tile_m, head = schedule(item, num_tiles, batch * num_heads, heads_per_group)
-    i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
-    i_last = gl.minimum(i_first + ROWS, q_len) - 1
     b = head // num_heads
+    if VARIANT.value.HAS_SEGMENTS and VARIANT.value.DYNAMIC:
+        i_first = gl.load(visibility[2][5] + ORDER + b * num_tiles + tile_m) * ROWS
+    else:
+        i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
+    i_last = gl.minimum(i_first + ROWS, q_len) - 1
     length = kv_len
     origin = 0
     if VARIANT.value.HAS_LENGTHS:
@@ -123,15 +126,13 @@ def row_of_spans(visibility, b, q_len, i_first):
 @gluon.jit
 def q_ids_of(visibility, b):
     """Pointer to the queries' segment ids of sequence b, as `segments.query_spans` leaves them."""
-    _, ids_ptr, stride, _, _ = visibility[2]
-    return ids_ptr + b.to(gl.int64) * stride
+    return visibility[2][1] + b.to(gl.int64) * visibility[2][2]
 
 
 @gluon.jit
 def kv_ids_of(visibility, b):
     """Pointer to the keys' segment ids."""
-    _, _, _, ids_ptr, stride = visibility[2]
-    return ids_ptr + b.to(gl.int64) * stride
+    return visibility[2][3] + b.to(gl.int64) * visibility[2][4]
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamattn import pattern
 from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch
-from streamattn.kernels.primitives import UNBOUNDED, kv_span, segment_range, visible
+from streamattn.kernels.primitives import ORDER, UNBOUNDED, kv_span, segment_range, visible
 from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
@@ -21,6 +21,7 @@ WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
 SCAN = 4096  # ids looked at together
 REACH = tl.constexpr(128)  # keys of the longest tile
 SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
+RANKED = 128  # items that a program finds places for
 
 
 @triton.jit
@@ -136,6 +137,110 @@ def query_spans_kernel(
         tl.store(spans_ptr + 2, whole_first)
         tl.store(spans_ptr + 3, whole_last)
         tl.store(spans_ptr + 4, near.to(tl.int32))
+
+
+@triton.jit
+def tiles_of_items(
+    spans_ptr,
+    items,
+    q_len,
+    kv_len,
+    left,
+    right,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How many tiles of keys are read for items [N] of ROWS queries, -1 behind the last item."""
+    num_blocks = tl.cdiv(q_len, BLOCK)
+    first, end = items * 0 + kv_len, items * 0
+    for c in tl.static_range(ROWS // BLOCK):
+        at = spans_ptr + tl.minimum(items * (ROWS // BLOCK) + c, num_blocks - 1) * SPAN
+        first, end = tl.minimum(first, tl.load(at)), tl.maximum(end, tl.load(at + 1))
+    i_first = items * ROWS
+    i_last = tl.minimum(i_first + ROWS, q_len) - 1
+    start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
+    start, stop = tl.maximum(start, first), tl.minimum(stop, end)
+    tiles = tl.maximum(tl.cdiv(stop, BLOCK_N) - start // BLOCK_N, 0)
+    return tl.where(i_first < q_len, tiles, -1)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def longest_first_kernel(
+    spans_ptr,
+    draws_ptr,
+    q_len,
+    kv_len,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKED: tl.constexpr,
+):
+    """draws [ORDER + B * items], RANKED items of a sequence a program."""
+    num_items = tl.cdiv(q_len, ROWS)
+    programs = tl.cdiv(num_items, RANKED)  # of a sequence
+    b, part = tl.program_id(0) // programs, tl.program_id(0) % programs
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
+    spans_ptr += b * tl.cdiv(q_len, BLOCK) * SPAN
+    items = part * RANKED + tl.arange(0, RANKED)
+    own = tiles_of_items(spans_ptr, items, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+    place = tl.zeros([RANKED], tl.int32)
+    for first in range(0, num_items, RANKED):
+        others = first + tl.arange(0, RANKED)
+        theirs = tiles_of_items(spans_ptr, others, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+        longer = theirs[None, :] > own[:, None]
+        later = (theirs[None, :] == own[:, None]) & (others[None, :] > items[:, None])
+        place += tl.sum((longer | later).to(tl.int32), 1)
+    tl.store(draws_ptr + ORDER + b * num_items + place, items, mask=items < num_items)
+    if tl.program_id(0) == 0:
+        tl.store(draws_ptr, 0)
+
+
+def longest_first(
+    spans: Tensor, q_len: int, kv_len: int, window_left: int, window_right: int, rows: int, block_n: int
+) -> Tensor:
+    """The work items of each sequence, those with most tiles of keys first, and a counter to draw them by.
+
+    Args:
+        spans: from `query_spans`.
+        q_len: number of queries of a sequence.
+        kv_len: number of keys.
+        window_left: as there.
+        window_right: as there.
+        rows: queries of an item, a multiple of 64.
+        block_n: keys of a tile.
+
+    Returns:
+        int32 [ORDER + B * items]: 0 at first, and from ORDER on each sequence's items.
+    """
+    batch = spans.shape[0]
+    num_items = -(-q_len // rows)
+    draws = spans.new_empty(ORDER.value + batch * num_items)
+
+    def arguments() -> tuple[int, dict[str, Any]]:
+        return batch * -(-num_items // RANKED), dict(
+            q_len=q_len,
+            kv_len=kv_len,
+            window_left=window_left,
+            window_right=window_right,
+            HAS_LEFT=window_left < pattern.UNBOUNDED,
+            HAS_RIGHT=window_right < pattern.UNBOUNDED,
+            ROWS=rows,
+            BLOCK_N=block_n,
+            BLOCK=BLOCK,
+            RANKED=RANKED,
+            num_warps=8,
+        )
+
+    with device_guard(spans):
+        key = call_key((spans,), q_len, kv_len, window_left, window_right, rows, block_n)
+        launch(longest_first_kernel, key, (spans, draws), arguments)
+    return draws
 
 
 def query_spans(

@@ -11,7 +11,8 @@ from streamattn.pattern import UNBOUNDED
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from streamattn.kernels import segments as module
-from streamattn.kernels.segments import BLOCK, WHOLE, query_spans
+from streamattn.kernels.primitives import ORDER
+from streamattn.kernels.segments import BLOCK, WHOLE, longest_first, query_spans
 
 TILE = 128  # keys of the longest one that a kernel reads
 WINDOWS = [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (30, 0), (40, 70)]
@@ -125,3 +126,27 @@ def test_ids_can_be_read_in_whole_tiles(size):
     assert ids.shape == (2, -(-size // WHOLE) * WHOLE)
     assert torch.equal(ids[:, :size], segments.clamp(min=-1))
     assert (ids[:, size:] >= 0).all()
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("rows", "block_n"), [(128, 128), (192, 128), (256, 64)])
+@pytest.mark.parametrize("size", [70, 1000, 2100])
+def test_the_longest_items_come_first(size, rows, block_n, window, monkeypatch):
+    monkeypatch.setattr(module, "RANKED", 8)
+    segments = drawn("documents", size)
+    segments[0, :50] = -1
+    spans, _, _ = query_spans(segments, segments, *window)
+    draws = longest_first(spans, size, size, *window, rows, block_n).tolist()
+    items = -(-size // rows)
+    assert draws[0] == 0
+    assert len(draws) == ORDER.value + 2 * items
+    for b in range(2):
+        order = draws[ORDER.value + b * items :][:items]
+        assert sorted(order) == list(range(items))
+        tiles = []
+        for item in order:
+            blocks = spans[b, item * rows // BLOCK :][: rows // BLOCK]
+            start = max(blocks[:, 0].min().item(), item * rows - window[0], 0)
+            stop = min(blocks[:, 1].max().item(), min(item * rows + rows, size) + window[1], size)
+            tiles.append(max(-(-stop // block_n) - start // block_n, 0))
+        assert tiles == sorted(tiles, reverse=True)
