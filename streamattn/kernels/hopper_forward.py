@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from streamattn.kernels.hopper_launch import descriptor, group_of_heads
 from streamattn.kernels.hopper_primitives import (
     FIRST_BARRIER,
+    await_kernel_before,
     copy_out,
     drop,
     exp2,
@@ -59,6 +60,7 @@ from streamattn.kernels.launch import (
     heads_last,
     launch,
     multiprocessor_count,
+    starts_early,
 )
 from streamattn.kernels.primitives import LN2, LOG2E, kv_span, kv_span_full
 from streamattn.kernels.segments import longest_first
@@ -281,6 +283,8 @@ def consumer(job, WHICH: gl.constexpr, VARIANT: gl.constexpr):
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     batch, num_heads, q_len, kv_len, left, right, heads_per_group = shape  # noqa: RUF059
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
+    if VARIANT.value.HAS_SEGMENTS:
+        await_kernel_before()
     if VARIANT.value.HAS_DROPOUT:
         scale, softcap, seed_ptr, drop_threshold = scaling
         scaling = (scale, softcap, gl.load(seed_ptr), drop_threshold)
@@ -590,6 +594,7 @@ def attention_forward(
             HAS_SOFTCAP=softcap > 0.0,
             HAS_DROPOUT=dropout,
             num_warps=4,
+            launch_pdl=has_segments and starts_early(q),  # spans are of the kernel before
         )
 
     with device_guard(q):

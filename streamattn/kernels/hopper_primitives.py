@@ -45,6 +45,14 @@ def program_again():
 
 
 @gluon.jit
+def await_kernel_before():
+    """Waits until the kernel that was launched before this one is done, and what it wrote is seen."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def exp2(x):
     """2^x, one instruction: results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_release, copy_in
+from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_kernel_before, await_release, copy_in
 from streamattn.kernels.primitives import ORDER, kv_span, schedule
 
 
@@ -215,6 +215,8 @@ def producer(feed, VARIANT: gl.constexpr):
     KV_BYTES: gl.constexpr = BLOCK_N * k_smem.shape[4] * 2
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
     batch, num_heads, q_len, _, _, _, _ = shape
+    if VARIANT.value.HAS_SEGMENTS:
+        await_kernel_before()
     items = gl.cdiv(q_len, CONSUMERS * BLOCK_M) * batch * num_heads
     programs = gl.num_programs(0)
     item = gl.program_id(0)

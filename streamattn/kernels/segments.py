@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from streamattn import pattern
-from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch
+from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch, starts_early
 from streamattn.kernels.primitives import ORDER, UNBOUNDED, kv_span, segment_range, visible
 from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
-SCAN = 4096  # ids looked at together
+SCAN = 16384  # ids looked at together
+WARPS = 32  # that look at them: every multiprocessor has two programs
 REACH = tl.constexpr(128)  # keys of the longest tile
 SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
 RANKED = 128  # items that a program finds places for
@@ -65,8 +66,11 @@ def query_spans_kernel(
     PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """spans [B, blocks, SPAN], q_ids and kv_ids [B, padded], one block of queries and of keys a program."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     num_blocks = tl.cdiv(q_len, BLOCK)
     programs = max(stride_q_ids, stride_kv_ids) // BLOCK  # of a sequence
     b, block = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -179,8 +183,12 @@ def longest_first_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """draws [ORDER + B * items], RANKED items of a sequence a program."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     num_items = tl.cdiv(q_len, ROWS)
     programs = tl.cdiv(num_items, RANKED)  # of a sequence
     b, part = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -223,6 +231,7 @@ def longest_first(
     draws = spans.new_empty(ORDER.value + batch * num_items)
 
     def arguments() -> tuple[int, dict[str, Any]]:
+        early = starts_early(spans)
         return batch * -(-num_items // RANKED), dict(
             q_len=q_len,
             kv_len=kv_len,
@@ -234,7 +243,9 @@ def longest_first(
             BLOCK_N=block_n,
             BLOCK=BLOCK,
             RANKED=RANKED,
+            DEPENDENT=early,
             num_warps=8,
+            launch_pdl=early,
         )
 
     with device_guard(spans):
@@ -286,7 +297,8 @@ def query_spans(
             PAIR=pair,
             BLOCK=BLOCK,
             SCAN=SCAN,
-            num_warps=8,
+            DEPENDENT=starts_early(q_segments),
+            num_warps=WARPS,
         )
 
     with device_guard(q_segments):

@@ -138,7 +138,7 @@ def inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure:
     x = [bare(arg) for arg in args]
     if asm.startswith("bar."):
         return machine.at_named_barrier(int(x[0]), int(x[1]), asm.startswith("bar.sync"))
-    if asm.startswith("prefetch"):
+    if asm.startswith(("prefetch", "griddepcontrol.wait")):
         return None
     if asm.startswith("red.global.add.v4.f32"):
         return machine.add_directly(args[0], x[1:])
