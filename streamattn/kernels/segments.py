@@ -18,11 +18,12 @@ from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
-SCAN = 16384  # ids looked at together
-WARPS = 32  # that look at them: every multiprocessor has two programs
+SCAN = 8192  # ids looked at together
+WARPS = 16  # that look at them
 REACH = tl.constexpr(128)  # keys of the longest tile
 SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
-RANKED = 128  # items that a program finds places for
+RANKED = 16  # items that a program finds places for
+COMPARED = 128  # with so many others at once
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def query_spans_kernel(
     PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
+    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """spans [B, blocks, SPAN], q_ids and kv_ids [B, padded], one block of queries and of keys a program."""
@@ -102,18 +104,19 @@ def query_spans_kernel(
         place = i_last + kv_len - q_len
         # whole tiles are read: keys beside the window may hold padding
         read_start, read_stop = max(start - REACH, 0), min(stop + REACH, kv_len)
-        none = tl.zeros([SCAN], tl.int32)
+        none = tl.zeros([LANES], tl.int32)
         firsts, first_hidden = none + kv_len, none + UNBOUNDED
         lasts, last_hidden = none, none - UNBOUNDED
         whole_firsts, whole_lasts = none + start, none + stop
         for chunk in range(read_start, read_stop, SCAN):
-            at = chunk + tl.arange(0, SCAN)
+            # [SCAN / LANES, LANES], of which a thread holds whole columns
+            at = chunk + tl.arange(0, SCAN // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
             ids = tl.load(
                 kv_segments_ptr + at.to(tl.int64) * stride_kv_segments_t, mask=at < read_stop, other=-1
             )
-            hit = (at >= start) & (at < stop) & (ids >= 0) & (ids >= low) & (ids <= high)
-            firsts = tl.minimum(firsts, tl.where(hit, at, kv_len))
-            lasts = tl.maximum(lasts, tl.where(hit, at + 1, 0))
+            hit = (at >= start) & (at < stop) & (ids >= low) & (ids <= high)  # low is no padding
+            firsts = tl.minimum(firsts, tl.min(tl.where(hit, at, kv_len), 0))
+            lasts = tl.maximum(lasts, tl.max(tl.where(hit, at + 1, 0), 0))
             hidden = (ids < 0) & (at < read_stop)
             if PAIR:  # and what nobody may see: the query at its own place at least does not
                 same = at - (kv_len - q_len)
@@ -123,11 +126,11 @@ def query_spans_kernel(
                     other=-1,
                 )
                 hidden = (ids != same) & (at < read_stop) | hidden
-            first_hidden = tl.minimum(first_hidden, tl.where(hidden, at, UNBOUNDED))
-            last_hidden = tl.maximum(last_hidden, tl.where(hidden, at, -UNBOUNDED))
+            first_hidden = tl.minimum(first_hidden, tl.min(tl.where(hidden, at, UNBOUNDED), 0))
+            last_hidden = tl.maximum(last_hidden, tl.max(tl.where(hidden, at, -UNBOUNDED), 0))
             other = (ids != high) & (at < read_stop)
-            whole_firsts = tl.maximum(whole_firsts, tl.where(other & (at <= place), at + 1, 0))
-            whole_lasts = tl.minimum(whole_lasts, tl.where(other & (at > place), at, kv_len))
+            whole_firsts = tl.maximum(whole_firsts, tl.max(tl.where(other & (at <= place), at + 1, 0), 0))
+            whole_lasts = tl.minimum(whole_lasts, tl.min(tl.where(other & (at > place), at, kv_len), 0))
         first, last = tl.min(firsts), tl.max(lasts)
         whole_first, whole_last = tl.max(whole_firsts), tl.min(whole_lasts)
         if not alike:
@@ -183,6 +186,7 @@ def longest_first_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKED: tl.constexpr,
+    COMPARED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """draws [ORDER + B * items], RANKED items of a sequence a program."""
@@ -198,8 +202,8 @@ def longest_first_kernel(
     items = part * RANKED + tl.arange(0, RANKED)
     own = tiles_of_items(spans_ptr, items, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
     place = tl.zeros([RANKED], tl.int32)
-    for first in range(0, num_items, RANKED):
-        others = first + tl.arange(0, RANKED)
+    for first in range(0, num_items, COMPARED):
+        others = first + tl.arange(0, COMPARED)
         theirs = tiles_of_items(spans_ptr, others, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
         longer = theirs[None, :] > own[:, None]
         later = (theirs[None, :] == own[:, None]) & (others[None, :] > items[:, None])
@@ -243,8 +247,9 @@ def longest_first(
             BLOCK_N=block_n,
             BLOCK=BLOCK,
             RANKED=RANKED,
+            COMPARED=COMPARED,
             DEPENDENT=early,
-            num_warps=8,
+            num_warps=4,
             launch_pdl=early,
         )
 
@@ -297,6 +302,7 @@ def query_spans(
             PAIR=pair,
             BLOCK=BLOCK,
             SCAN=SCAN,
+            LANES=min(SCAN, 32 * WARPS),
             DEPENDENT=starts_early(q_segments),
             num_warps=WARPS,
         )

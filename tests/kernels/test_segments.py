@@ -132,7 +132,7 @@ def test_ids_can_be_read_in_whole_tiles(size):
 @pytest.mark.parametrize(("rows", "block_n"), [(128, 128), (192, 128), (256, 64)])
 @pytest.mark.parametrize("size", [70, 1000, 2100])
 def test_the_longest_items_come_first(size, rows, block_n, window, monkeypatch):
-    monkeypatch.setattr(module, "RANKED", 8)
+    monkeypatch.setattr(module, "COMPARED", 4)
     segments = drawn("documents", size)
     segments[0, :50] = -1
     spans, _, _ = query_spans(segments, segments, *window)
