@@ -11,8 +11,8 @@ tiles end with a sequence's length, and rows of v that are padding are cleared i
 
 q, k, v [B, H, T, D] with a unit last stride and other strides of whole 16-byte words; ``out`` is stored [B,
 Tq, Hq, D]; ``lse`` [B, Hq, Tq] float32. Left out on purpose, and left to the portable kernel: ``attn_mask``,
-sinks, segments or dropout beside lengths, and windows whose
-first keys no query sees (see `dispatch.unsupported`). The producer is in `hopper_producer`.
+sinks, segments or dropout beside lengths, and windows whose first keys no query sees (see
+`dispatch.unsupported`). The producer is in `hopper_producer`.
 """
 
 from __future__ import annotations
@@ -141,10 +141,7 @@ def online_softmax(s, m, l, scale2, GUARD: gl.constexpr):
 
 @gluon.jit
 def probabilities(operands, s, m, l, n, MASKED: gl.constexpr, VARIANT: gl.constexpr):
-    """(s, p, m, l, rescale) of key tile n from its products s.
-
-    s comes back only so that its registers can take the next products.
-    """
+    """(s, p, m, l, rescale) of tile n from its products s, whose registers are to take the next ones."""
     _, k_smem, _, _, _, shape, visibility, queries, place, scaling = operands
     b, _, length, origin = place
     scale, softcap, _, _ = scaling
@@ -541,18 +538,15 @@ def attention_forward(
     limited = window_left < UNBOUNDED or window_right < UNBOUNDED
     even = not (limited or has_segments or kv_lengths is not None)
     multiprocessors = multiprocessor_count(q.get_device())
-    tile = choose_hopper_tile(
-        head_dim, q_len, batch * num_heads, multiprocessors, even, has_segments, dropout
-    )
-    num_tiles = -(-q_len // (tile.CONSUMERS * HOPPER_BLOCK_M))
-    items = num_tiles * batch * num_heads
+    heads = batch * num_heads
+    tile = choose_hopper_tile(head_dim, q_len, heads, multiprocessors, even, has_segments, dropout)
+    rows = tile.CONSUMERS * HOPPER_BLOCK_M
+    num_tiles = -(-q_len // rows)
+    items = num_tiles * heads
     drawn = not even and items > multiprocessors
-    counter = None
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn and spans is None else None
     if drawn and spans is not None:
-        rows = tile.CONSUMERS * HOPPER_BLOCK_M
         counter = longest_first(spans, q_len, kv_len, window_left, window_right, rows, tile.BLOCK_N)
-    elif drawn:
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     # whether the last keys of a consumer's queries may lie in two tiles; those of a length end with a tile
     diagonal = window_right - q_len + (kv_len if kv_lengths is None else 0)
     wide_edge = window_right < UNBOUNDED and diagonal % HOPPER_BLOCK_M not in (0, 63)
@@ -574,7 +568,7 @@ def attention_forward(
             window_left=window_left,
             window_right=window_right,
             heads_per_group=group_of_heads(
-                k, window_right, num_tiles, batch * num_heads, multiprocessors, longest_first=has_segments
+                k, window_right, num_tiles, heads, multiprocessors, longest_first=has_segments
             ),
             scale=scale,
             softcap=softcap,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_kernel_before, await_release, copy_in
-from streamattn.kernels.primitives import ORDER, kv_span, schedule
+from streamattn.kernels.primitives import ITEM, ORDER, kv_span, schedule
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,11 @@ def work(item, shape, visibility, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, VAR
     num_tiles = gl.cdiv(q_len, ROWS)
     tile_m, head = schedule(item, num_tiles, batch * num_heads, heads_per_group)
     b = head // num_heads
-    if VARIANT.value.HAS_SEGMENTS and VARIANT.value.DYNAMIC:
-        i_first = gl.load(visibility[2][5] + ORDER + b * num_tiles + tile_m) * ROWS
-    else:
-        i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
+    if VARIANT.value.HAS_SEGMENTS and VARIANT.value.DYNAMIC:  # `segments.longest_first`
+        row = visibility[2][5] + ORDER + (b * num_tiles + tile_m) * ITEM
+        i_first, n_start, n_stop = gl.load(row), gl.load(row + 1), gl.load(row + 2)
+        return b, head % num_heads, i_first, kv_len, 0, n_start, n_stop, gl.load(row + 3)
+    i_first = (num_tiles - 1 - tile_m) * ROWS  # under a causal mask late queries see most
     i_last = gl.minimum(i_first + ROWS, q_len) - 1
     length = kv_len
     origin = 0

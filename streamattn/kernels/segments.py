@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamattn import pattern
 from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch, starts_early
-from streamattn.kernels.primitives import ORDER, UNBOUNDED, kv_span, segment_range, visible
+from streamattn.kernels.primitives import ITEM, ORDER, UNBOUNDED, kv_span, segment_range, visible
 from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
@@ -158,7 +158,7 @@ def tiles_of_items(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many tiles of keys are read for items [N] of ROWS queries, -1 behind the last item."""
+    """First and end of the tiles of keys [N] that are read for items [N] of ROWS queries."""
     num_blocks = tl.cdiv(q_len, BLOCK)
     first, end = items * 0 + kv_len, items * 0
     for c in tl.static_range(ROWS // BLOCK):
@@ -168,8 +168,8 @@ def tiles_of_items(
     i_last = tl.minimum(i_first + ROWS, q_len) - 1
     start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
     start, stop = tl.maximum(start, first), tl.minimum(stop, end)
-    tiles = tl.maximum(tl.cdiv(stop, BLOCK_N) - start // BLOCK_N, 0)
-    return tl.where(i_first < q_len, tiles, -1)
+    n_start = start // BLOCK_N
+    return n_start, tl.maximum(tl.cdiv(stop, BLOCK_N), n_start)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -189,7 +189,7 @@ def longest_first_kernel(
     COMPARED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """draws [ORDER + B * items], RANKED items of a sequence a program."""
+    """draws [ORDER + B * items * ITEM], RANKED items of a sequence a program."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -200,15 +200,25 @@ def longest_first_kernel(
     right = window_right if HAS_RIGHT else UNBOUNDED
     spans_ptr += b * tl.cdiv(q_len, BLOCK) * SPAN
     items = part * RANKED + tl.arange(0, RANKED)
-    own = tiles_of_items(spans_ptr, items, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+    n_start, n_stop = tiles_of_items(spans_ptr, items, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+    own = n_stop - n_start
     place = tl.zeros([RANKED], tl.int32)
     for first in range(0, num_items, COMPARED):
         others = first + tl.arange(0, COMPARED)
-        theirs = tiles_of_items(spans_ptr, others, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+        start, stop = tiles_of_items(spans_ptr, others, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
+        theirs = tl.where(others < num_items, stop - start, -1)
         longer = theirs[None, :] > own[:, None]
         later = (theirs[None, :] == own[:, None]) & (others[None, :] > items[:, None])
         place += tl.sum((longer | later).to(tl.int32), 1)
-    tl.store(draws_ptr + ORDER + b * num_items + place, items, mask=items < num_items)
+    padded = items * 0
+    for c in tl.static_range(ROWS // BLOCK):
+        at = tl.minimum(items * (ROWS // BLOCK) + c, tl.cdiv(q_len, BLOCK) - 1)
+        padded |= tl.load(spans_ptr + at * SPAN + 4)
+    row = draws_ptr + ORDER + (b * num_items + place) * ITEM
+    tl.store(row, items * ROWS, mask=items < num_items)
+    tl.store(row + 1, n_start, mask=items < num_items)
+    tl.store(row + 2, n_stop, mask=items < num_items)
+    tl.store(row + 3, padded, mask=items < num_items)
     if tl.program_id(0) == 0:
         tl.store(draws_ptr, 0)
 
@@ -216,7 +226,7 @@ def longest_first_kernel(
 def longest_first(
     spans: Tensor, q_len: int, kv_len: int, window_left: int, window_right: int, rows: int, block_n: int
 ) -> Tensor:
-    """The work items of each sequence, those with most tiles of keys first, and a counter to draw them by.
+    """A counter to draw work items by, and each sequence's items, those with most tiles of keys first.
 
     Args:
         spans: from `query_spans`.
@@ -228,11 +238,12 @@ def longest_first(
         block_n: keys of a tile.
 
     Returns:
-        int32 [ORDER + B * items]: 0 at first, and from ORDER on each sequence's items.
+        int32 [ORDER + B * items * ITEM]: 0 at first, and from ORDER on for each item of a sequence its first
+        query, the first and the end of its tiles of keys, and whether these may hold padding.
     """
     batch = spans.shape[0]
     num_items = -(-q_len // rows)
-    draws = spans.new_empty(ORDER.value + batch * num_items)
+    draws = spans.new_empty(ORDER.value + batch * num_items * ITEM.value)
 
     def arguments() -> tuple[int, dict[str, Any]]:
         early = starts_early(spans)

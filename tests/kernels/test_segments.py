@@ -136,17 +136,22 @@ def test_the_longest_items_come_first(size, rows, block_n, window, monkeypatch):
     segments = drawn("documents", size)
     segments[0, :50] = -1
     spans, _, _ = query_spans(segments, segments, *window)
-    draws = longest_first(spans, size, size, *window, rows, block_n).tolist()
+    left, right = window
+    draws = longest_first(spans, size, size, left, right, rows, block_n).tolist()
     items = -(-size // rows)
     assert draws[0] == 0
-    assert len(draws) == ORDER.value + 2 * items
+    assert len(draws) == ORDER.value + 2 * items * 4
     for b in range(2):
-        order = draws[ORDER.value + b * items :][:items]
-        assert sorted(order) == list(range(items))
+        listed = draws[ORDER.value + b * items * 4 :][: items * 4]
+        assert sorted(listed[::4]) == list(range(0, size, rows))
         tiles = []
-        for item in order:
+        for i_first, n_start, n_stop, padded in zip(*(listed[c::4] for c in range(4)), strict=True):
+            item = i_first // rows
             blocks = spans[b, item * rows // BLOCK :][: rows // BLOCK]
             start = max(blocks[:, 0].min().item(), item * rows - window[0], 0)
             stop = min(blocks[:, 1].max().item(), min(item * rows + rows, size) + window[1], size)
             tiles.append(max(-(-stop // block_n) - start // block_n, 0))
+            assert n_start == start // block_n
+            assert n_stop == n_start + tiles[-1]
+            assert padded == blocks[:, 4].any()
         assert tiles == sorted(tiles, reverse=True)
