@@ -4,8 +4,9 @@ What is wrong, with this machine or with the launch that it runs in, `streamattn
 processes, as under ``torchrun --nproc-per-node 2 -m streamattn info``, the first prints the report, the
 others only what is wrong with them.
 
-Works without Triton and without transformers. The driver's version comes from the ``nvidia-smi`` tool, for
-torch knows only the CUDA version that it was built with.
+With ``--plan`` it is the command of `streamattn.plan`. Otherwise it works without Triton and without
+transformers. The driver's version comes from the ``nvidia-smi`` tool, for torch knows only the CUDA version
+that it was built with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 
 import torch
 
@@ -29,12 +30,18 @@ _PACKAGES = ("streamattn", "torch", "triton", "transformers", "accelerate", "ein
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Print the report; takes no arguments. Returns the exit status: 1 where a job could not run."""
+    """Print the report, which takes no arguments, or a plan (`streamattn.plan`).
+
+    Returns:
+        The exit status: 1 where a job could not run, or nothing fits.
+    """
     if list(argv) in (["-h"], ["--help"]):
-        print("usage: streamattn info")
+        print("usage: streamattn info [--plan MODEL --seq S --gpus N ...]")
         return 0
+    if any(word.split("=")[0] == "--plan" for word in argv):
+        return import_module("streamattn.plan").main(argv)
     if argv:
-        raise SystemExit(f"streamattn info: takes no arguments, got {' '.join(argv)}")
+        raise SystemExit(f"streamattn info: takes no arguments but --plan and its own, got {' '.join(argv)}")
     machine = doctor.look()
     findings = doctor.examine(os.environ, machine, master_seconds=MASTER_SECONDS)
     rank = os.environ.get("RANK", "0")

@@ -67,16 +67,16 @@ def test_it_works_without_triton_and_transformers() -> None:
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main([word]) == 0
-    assert capsys.readouterr().out == "usage: streamattn info\n"
+    assert capsys.readouterr().out == "usage: streamattn info [--plan MODEL --seq S --gpus N ...]\n"
 
 
 def test_the_module_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["info", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(info.__file__, run_name="__main__")
-    assert capsys.readouterr().out == "usage: streamattn info\n"
+    assert capsys.readouterr().out == "usage: streamattn info [--plan MODEL --seq S --gpus N ...]\n"
 
 
 def test_it_takes_no_arguments() -> None:
-    with pytest.raises(SystemExit, match="takes no arguments, got --verbose"):
+    with pytest.raises(SystemExit, match="takes no arguments but --plan and its own, got --verbose"):
         info.main(["--verbose"])

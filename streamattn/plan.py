@@ -1,0 +1,550 @@
+"""What training will need and take on N GPUs: ``streamattn info --plan MODEL --seq S --gpus N``.
+
+Every split of the GPUs into data parallel x context parallel groups gets a line: memory of a GPU,
+milliseconds of a step, tokens a second. `streamattn.step` counts what a process computes, moves and holds;
+here that meets the speeds of `streamattn.speeds`. A line that needs one which was not measured, of a length
+or a number of GPUs beyond those that were too, is ``simulated``, and what was assumed is printed.
+
+Memory of a GPU, the most that PyTorch's allocator holds: float32 weights and AdamW's two moments, 12 bytes a
+parameter; with several processes DDP's buckets, 4 more (accelerate leaves gradient_as_bucket_view off); and
+the step's peak, in which the gradients are. With FSDP2 weights, moments and gradients are shared out, 16 / N,
+and beside them a GPU holds, in the dtype of the products, three layers (one at work, one on its way, one of
+gradients) and what belongs to no layer.
+
+Time of a step: an operation takes what its products or its bytes need, whichever is more; attention its FLOPs
+(4 * head_dim a visible pair forward, 10 backward) at the measured speed. Exchanges of a context parallel mode
+are those of its module, less what hides behind attention. Gradients leave in DDP's buckets while the last
+backward goes on: what takes longer than it shows, and the last bucket always. Fused AdamW moves 28 bytes a
+parameter, clipping 12.
+
+Left out on purpose: time of the host (a small model on a fast GPU waits for it), contention of links and
+kernels, slow kernels of odd sizes (a vocabulary that is no multiple of 8), links between hosts. `fit` is what
+finds their share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, PretrainedConfig
+
+from streamattn.job import load_pretrained, load_shape
+from streamattn.parallel.functional import choose_mode
+from streamattn.parallel.gather import count_head_groups
+from streamattn.parallel.layout import Layout
+from streamattn.parallel.ulysses import repeats
+from streamattn.pattern import UNBOUNDED, count_pairs
+from streamattn.speeds import Speeds, rows_of
+from streamattn.step import Attention, Operation, Step, trace
+
+MEASUREMENTS = Path(__file__).parents[1] / "docs" / "measurements"
+GPU_GIB = {"NVIDIA H100 80GB HBM3": 79.0, "NVIDIA H200": 139.0}
+"""Of GPUs that files name, where none is visible."""
+BUCKET, FIRST_BUCKET = 25 << 20, 1 << 20
+"""Bytes of DDP's buckets."""
+
+_pairs = cache(count_pairs)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be trained, and how; as the keys of a fine-tuning job.
+
+    Attributes:
+        config: of the model.
+        seq_len: tokens of a sequence.
+        gpus: processes.
+        batch: sequences of a micro-step, of each context parallel group.
+        accumulation: micro-steps of a step.
+        dtype: of the products, the name of torch's; float32 is no autocast.
+        checkpointing: layers are computed again.
+        fsdp: FSDP2 in place of DDP.
+        clips: gradients are clipped, as Trainer does by default.
+        gpu: as `step.trace` takes it.
+    """
+
+    config: PretrainedConfig
+    seq_len: int
+    gpus: int = 1
+    batch: int = 1
+    accumulation: int = 1
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+    fsdp: bool = False
+    clips: bool = True
+    gpu: bool = True
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the products."""
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The prediction for one split. Bytes of a GPU, and milliseconds of a step that add up to `step_ms`.
+
+    Attributes:
+        dp: groups that train on different sequences.
+        cp: GPUs of a group, which share each sequence.
+        mode: of `streamattn.parallel`.
+        fixed: weights, moments and buckets.
+        held: what the forward leaves for the backward.
+        peak: the most, all included.
+        compute_ms: operations but attention.
+        attention_ms: attention.
+        exchange_ms: what context parallelism shows.
+        reduce_ms: what averaging gradients, or FSDP2's gathering, shows.
+        optimizer_ms: clipping and AdamW.
+        tokens_per_s: over all GPUs.
+        assumed: what was not measured; empty: everything was.
+    """
+
+    dp: int
+    cp: int
+    mode: str
+    fixed: int
+    held: int
+    peak: int
+    compute_ms: float
+    attention_ms: float
+    exchange_ms: float
+    reduce_ms: float
+    optimizer_ms: float
+    tokens_per_s: float
+    assumed: tuple[str, ...]
+
+    @property
+    def step_ms(self) -> float:
+        """Of a whole step."""
+        parts = (self.compute_ms, self.attention_ms, self.exchange_ms, self.reduce_ms, self.optimizer_ms)
+        return sum(parts)
+
+
+class _Sharing:
+    """How a context parallel group shares one sequence: its mode, what it sends and what it holds meanwhile.
+
+    Args:
+        work: what is trained.
+        cp: GPUs of a group.
+        mode: as `parallel.attention` takes it.
+    """
+
+    def __init__(self, work: Work, cp: int, mode: str = "auto") -> None:
+        config, dtype = work.config, work.torch_dtype
+        heads = getattr(config, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            raise ValueError(
+                f"expected a model with num_attention_heads, {config.model_type} has none; take another"
+            )
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.layout = layout = Layout(0, cp, work.seq_len)
+        self.tokens = layout.length if cp > 1 else work.seq_len
+        q, k = (
+            torch.empty(work.batch, n, self.tokens, head_dim, dtype=dtype, device="meta")
+            for n in (heads, kv_heads)
+        )
+        self.cp, self.groups, self.itemsize = cp, count_head_groups(k, k), dtype.itemsize
+        self.mode = mode
+        if cp == 1:
+            self.mode = "-"
+        elif mode == "auto":
+            self.mode = choose_mode(q, k, k, layout, ring_can=True)
+        self.kv = 2 * k.nbytes * cp  # keys and values of the whole sequence
+        self.times = repeats(kv_heads, cp) if self.mode == "ulysses" else 1
+
+    def workspace(self, call: Attention, tokens: int) -> int:
+        """Bytes that a call holds beside its arguments and results: float32 sums of dq, and what travels."""
+        queries = call.batch * call.num_heads * tokens * call.head_dim
+        part = self.kv // self.groups  # a group of heads
+        sums = (4 * queries + 4 * queries // call.head_dim) if call.is_backward else 0
+        if self.mode == "gather":  # two groups' k and v; backward dk and dv as made, laid out, sent, received
+            return sums // self.groups + part * (6 if call.is_backward else min(2, self.groups))
+        if self.mode == "ring":  # two shards, the sums in float32; backward two of dk and dv in float32
+            shard = self.kv // self.cp
+            return (
+                sums + 4 * queries + 2 * shard + (3 * shard * 4 // self.itemsize if call.is_backward else 0)
+            )
+        if self.mode == "ulysses":  # what is sent and what is received
+            return sums + 2 * (queries * self.itemsize + self.kv * self.times // self.cp)
+        return sums
+
+    def attention_ms(self, call: Attention, dtype: str, speeds: Speeds, notes: list[str]) -> float:
+        """Of a call's share of the whole sequence."""
+        seq_len = self.layout.seq_len
+        pairs = _pairs(seq_len, seq_len, call.window_left, call.window_right) / self.cp
+        flops = (10 if call.is_backward else 4) * call.batch * call.num_heads * call.head_dim * pairs
+        length = seq_len if self.mode == "ulysses" else self.tokens
+        return flops / speeds.attend(call, dtype, length, notes) * 1e3
+
+    def exchange_ms(self, call: Attention, attention_ms: float, speeds: Speeds, notes: list[str]) -> float:
+        """What a call's exchanges show beside ``attention_ms``, the copies around them included."""
+        queries = call.batch * call.num_heads * self.tokens * call.head_dim * self.itemsize
+        shard, cp, groups = self.kv / self.cp, self.cp, self.groups
+
+        def link(operation: str, size: float) -> float:
+            return speeds.link_ms(operation, cp, size, notes)
+
+        if self.mode == "gather":
+            # Into one buffer, and in order; backward also dk and dv laid out, and their sum. The first
+            # group's way shows, backward the last one's way home too.
+            moved = 2 * shard + 2 * self.kv + (3 * self.kv + shard if call.is_backward else 0)
+            first = link("all_gather", self.kv / groups)
+            first += link("all_to_all", self.kv / groups) if call.is_backward else 0.0
+            hidden = (groups - 1) * max(0.0, first - attention_ms / groups)
+            shown = first + hidden
+        elif self.mode == "ring":
+            moved = 2 * shard + (cp - 1) * 3 * queries * 4 / self.itemsize
+            wide = link("send_recv", shard * 4 / self.itemsize) if call.is_backward else 0.0
+            shown = (cp - 1) * max(0.0, link("send_recv", shard) + wide - attention_ms / cp) + wide
+        elif self.mode == "ulysses":
+            moved = 6 * (2 * queries + shard * self.times)
+            shown = link("all_to_all", queries + shard * self.times) + link("all_to_all", queries)
+        else:
+            return 0.0
+        return shown + moved / speeds.copy(notes) * 1e3
+
+
+def _reduce_ms(work: Work, step: Step, backward_ms: float, speeds: Speeds, notes: list[str]) -> float:
+    """What averaging gradients shows behind a backward."""
+    buckets, filled = [], 0
+    for elements in reversed(step.parameters):  # DDP closes a bucket as it reaches its size
+        filled += 4 * elements
+        if filled >= (BUCKET if buckets else FIRST_BUCKET):
+            buckets.append(filled)
+            filled = 0
+    buckets += [filled] if filled else []
+    times = [speeds.link_ms("all_reduce", work.gpus, size, notes) for size in buckets]
+    return max(times[-1], sum(times) - backward_ms)
+
+
+def _shard_ms(work: Work, step: Step, phases: tuple[float, float], speeds: Speeds, notes: list[str]) -> float:
+    """What FSDP2's gathering of weights, and scattering of gradients, shows in one micro-step."""
+    size, layer = (n * work.torch_dtype.itemsize for n in (sum(step.parameters), step.layer_parameters))
+
+    def both(operation: str) -> tuple[float, float]:
+        one = speeds.link_ms(operation, work.gpus, layer, notes)
+        return one, one * size / layer
+
+    gather, scatter = both("all_gather"), both("reduce_scatter")
+    shown = max(gather[0], gather[1] - phases[0])
+    return shown + max(gather[0] + scatter[0], gather[1] + scatter[1] - phases[1])
+
+
+def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
+    """One split of a work.
+
+    Args:
+        work: what is trained.
+        cp: GPUs that share a sequence, a divisor of ``work.gpus``.
+        speeds: of the machine.
+        scale: of the time of operations and attention, as `fit` finds it.
+
+    Raises:
+        ValueError: the model can't be built or patched.
+    """
+    notes: list[str] = []
+    sharing = _Sharing(work, cp)
+    sharded, accumulates = work.fsdp and work.gpus > 1, work.accumulation > 1
+    step = trace(
+        work.config,
+        work.batch,
+        sharing.tokens,
+        work.torch_dtype,
+        workspace=sharing.workspace,
+        checkpointing=work.checkpointing,
+        sharded=sharded,
+        accumulates=accumulates,
+        shared=cp > 1,
+        gpu=work.gpu,
+    )
+    product, copy = speeds.product(work.dtype, notes), speeds.copy(notes)
+
+    def ms(operations: Sequence[Operation]) -> float:
+        return scale * sum(max(op.flops / product, op.bytes / copy) for op in operations) * 1e3
+
+    attention, exchange = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    for call in step.attention:
+        own = scale * sharing.attention_ms(call, work.dtype, speeds, notes)
+        attention[call.is_backward] += own
+        exchange[call.is_backward] += sharing.exchange_ms(call, own, speeds, notes)
+    phases = ms(step.forward), ms(step.backward)
+    busy = phases[0] + attention[False] + exchange[False], phases[1] + attention[True] + exchange[True]
+    count, micro = sum(step.parameters), work.accumulation
+    moved, reduce_ms = 28 + 12 * work.clips, 0.0
+    if sharded:
+        unsharded = work.torch_dtype.itemsize * (3 * step.layer_parameters + step.outside_parameters)
+        fixed, moved = 16 * count // work.gpus + unsharded, moved / work.gpus
+        reduce_ms = micro * _shard_ms(work, step, busy, speeds, notes)
+    else:
+        fixed = count * (12 + 4 * (work.gpus > 1) + 4 * accumulates)
+        if work.gpus > 1:
+            reduce_ms = _reduce_ms(work, step, busy[1], speeds, notes)
+    split = Split(
+        dp=work.gpus // cp,
+        cp=cp,
+        mode=sharing.mode,
+        fixed=fixed,
+        held=step.held,
+        peak=fixed + step.peak,
+        compute_ms=micro * sum(phases),
+        attention_ms=micro * sum(attention.values()),
+        exchange_ms=micro * sum(exchange.values()),
+        reduce_ms=reduce_ms,
+        optimizer_ms=moved * count / copy * 1e3,
+        tokens_per_s=0.0,
+        assumed=tuple(dict.fromkeys(notes)),
+    )
+    tokens = split.dp * work.batch * micro * work.seq_len
+    return replace(split, tokens_per_s=tokens / split.step_ms * 1e3)
+
+
+class Compared(NamedTuple):
+    """A prediction beside what was measured; ``kind``: the model's name, or attention."""
+
+    kind: str
+    what: str
+    gpus: int
+    unit: str
+    predicted: float
+    measured: float
+
+
+def compared(path: str, speeds: Speeds) -> Iterator[Compared]:
+    """A file's rows and their predictions: of ``bench model``, ``e2e``, ``memory`` or ``parallel``.
+
+    Raises:
+        ValueError: another file.
+    """
+    rows = rows_of(path)
+    if "contestant" in rows[0]:
+        for row in rows:
+            timed = (row.get("work", "train"), row.get("mode", "eager")) == ("train", "eager")
+            if row["contestant"] == "streamattn" and timed:
+                yield from _compared_step(row, speeds)
+    elif {"world_size", "mode", "step_ms", "num_heads"} <= rows[0].keys():
+        for row in rows:
+            if row["mode"] not in ("auto", "replicated"):  # auto is one of the others
+                yield _compared_attention(row, speeds)
+    else:
+        raise ValueError(
+            f"{path}: expected a file of bench model, e2e, memory or parallel, got other columns"
+        )
+
+
+def _compared_step(row: dict[str, str], speeds: Speeds) -> Iterator[Compared]:
+    config = configuration(row["shape"])
+    stretch(config, int(row["seq_len"]))
+    config.num_hidden_layers = int(row["layers"] or config.num_hidden_layers)
+    for name in ("attn_pdrop", "attention_dropout", "resid_pdrop", "embd_pdrop"):  # as the benchmarks do
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    batch, dtype, gpu = int(row["batch"]), row["dtype"], row["device"] != "CPU"
+    split = predict(Work(config, int(row["seq_len"]), 1, batch, dtype=dtype, clips=False, gpu=gpu), 1, speeds)
+    what = f"{row['shape']}, {config.num_hidden_layers} layers, {batch} x {row['seq_len']}, {dtype}"
+    for column, unit, predicted in (
+        ("step_median_ms", "ms", split.step_ms),
+        ("peak_mib", "MiB", split.peak / 2**20),
+        ("step_peak_mib", "MiB", split.peak / 2**20),
+        ("held_after_forward_mib", "MiB held", split.held / 2**20),
+    ):
+        if row.get(column):
+            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]))
+
+
+def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
+    names = ("num_heads", "num_kv_heads", "head_dim", "seq_len", "batch", "world_size")
+    heads, kv_heads, head_dim, seq_len, batch, gpus = (int(row[name]) for name in names)
+    sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    config = PretrainedConfig(**sizes)  # type: ignore[arg-type]
+    cp = 1 if row["mode"] == "alone" else gpus
+    sharing = _Sharing(Work(config, seq_len, gpus, batch, dtype=row["dtype"]), cp, row["mode"])
+    predicted = 0.0
+    for is_backward in (False, True):
+        call = Attention(is_backward, batch, heads, head_dim, UNBOUNDED, 0)
+        own = sharing.attention_ms(call, row["dtype"], speeds, [])
+        predicted += own + sharing.exchange_ms(call, own, speeds, [])
+    what = f"{row['mode']}, {batch} x {seq_len}, {heads}:{kv_heads} heads of {head_dim}"
+    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]))
+
+
+def fit(rows: Sequence[Compared], most_gpus: int) -> dict[str, float]:
+    """By kind, what times must be multiplied by to meet, in the geometric mean, those of so many GPUs."""
+    logs: dict[str, list[float]] = {}
+    for row in rows:
+        if row.unit == "ms" and row.gpus <= most_gpus:
+            logs.setdefault(row.kind, []).append(math.log(row.measured / row.predicted))
+    return {kind: math.exp(sum(each) / len(each)) for kind, each in logs.items()}
+
+
+def errors(rows: Sequence[Compared], scales: dict[str, float], most_gpus: int) -> Table:
+    """Predicted beside measured, the times after the fit."""
+    shown = Table("what", "GPUs", "unit", "predicted", "measured", "error", "", box=SIMPLE_HEAD)
+    for row in rows:
+        scale = scales.get(row.kind, 1.0) if row.unit == "ms" else 1.0
+        fitted = row.unit == "ms" and row.kind in scales and row.gpus <= most_gpus
+        error = f"{row.predicted * scale / row.measured - 1.0:+.1%}"
+        cells = f"{row.predicted * scale:,.2f}", f"{row.measured:,.2f}", error, "fitted" if fitted else ""
+        shown.add_row(row.what, str(row.gpus), row.unit, *cells)
+    return shown
+
+
+def configuration(model: str) -> PretrainedConfig:
+    """Of a shape's name or file, or of a saved model's folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return load_pretrained(AutoConfig, "model", model) if Path(model).is_dir() else load_shape(model)
+
+
+def stretch(config: PretrainedConfig, seq_len: int) -> list[str]:
+    """Give a model positions for a length; says so where it had fewer, for a job refuses that."""
+    positions = getattr(config, "max_position_embeddings", None) or seq_len
+    config.max_position_embeddings = max(positions, seq_len)
+    note = f"the model has {positions} positions: a job needs max_position_embeddings: {seq_len} in its shape"
+    return [note] if positions < seq_len else []
+
+
+def table(splits: Sequence[Split], memory: float | None) -> Table:
+    """All splits, the fastest of those that fit marked.
+
+    Args:
+        splits: in their order.
+        memory: bytes of a GPU; None: unknown.
+    """
+    headings = ("dp x cp", "mode", "fixed", "held", "peak", "compute", "attention", "exchange", "reduce")
+    shown = Table(*headings, "optimizer", "step ms", "tokens/s", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.title = "GiB of a GPU: fixed, held for the backward, peak; milliseconds of a step"
+    fitting = [split for split in splits if memory is None or split.peak <= memory]
+    best = max(fitting, key=lambda split: split.tokens_per_s, default=None)
+    for split in splits:
+        words = ["simulated" if split.assumed else "measured speeds"]
+        words += ["does not fit"] if split not in fitting else ["best"] if split is best else []
+        sizes = (f"{size / 2**30:.2f}" for size in (split.fixed, split.held, split.peak))
+        times = (split.compute_ms, split.attention_ms, split.exchange_ms, split.reduce_ms, split.optimizer_ms)
+        cells = (*sizes, *(f"{ms:.1f}" for ms in (*times, split.step_ms)), f"{split.tokens_per_s:,.0f}")
+        style = "bold" if split is best else None
+        shown.add_row(f"{split.dp} x {split.cp}", split.mode, *cells, ", ".join(words), style=style)
+    return shown
+
+
+def _memory(device: str | None, given: float | None) -> tuple[float | None, str]:
+    """Bytes of a GPU, and whose they are."""
+    if given is not None:
+        return given * 2**30, f"{given:g} GiB, as given"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        return gpu.total_memory, f"{gpu.total_memory / 2**30:.0f} GiB of this {gpu.name}"
+    if device in GPU_GIB:
+        return GPU_GIB[device] * 2**30, f"{GPU_GIB[device]:g} GiB of {device}"
+    return None, "unknown; --memory-gib says"
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if not text.isdigit() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        prog="streamattn info",
+        description="Memory and time of training steps over data parallel x context parallel groups of GPUs.",
+    )
+    add = parser.add_argument
+    add("--plan", metavar="MODEL", required=True, help="a shape in configs/shapes, or a saved model's folder")
+    add("--seq", type=positive, required=True, help="tokens of a sequence")
+    add("--gpus", type=positive, required=True, help="how many")
+    add("--cp", type=positive, help="this split alone")
+    add("--micro-batch-size", type=positive, default=1, help="sequences of a group in a micro-step")
+    add("--accumulation", type=positive, default=1, help="micro-steps of a step")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the products")
+    add("--gradient-checkpointing", action="store_true", help="layers are computed again")
+    add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    add("--memory-gib", type=float, help="of a GPU; default: of the one here, or of the kernel CSV's")
+    files = (MEASUREMENTS / "attention_h200.csv", MEASUREMENTS / "comm_h200.csv")
+    kernel, comm = (str(path) if path.is_file() else None for path in files)
+    add("--kernel-csv", default=kernel, metavar="FILE", help="of streamattn bench kernel")
+    add("--comm-csv", default=comm, metavar="FILE", help="of streamattn bench comm")
+    add("--measured", nargs="+", default=[], metavar="FILE", help="of bench model, e2e, memory, parallel")
+    add("--fit-gpus", type=positive, help="fit to what was measured on up to so many GPUs")
+    add("--measured-tokens-per-s", type=float, help="of a fine-tuning run of --cp's split")
+    add("--measured-gib", type=float, help="its peak memory")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan.
+
+    Args:
+        argv: ``--plan MODEL --seq S --gpus N`` and more, see ``--help``.
+
+    Returns:
+        The exit status: 0, 1 where nothing fits, or 2 after a mistake, printed as one line.
+    """
+    options = _arguments(argv)
+    try:
+        return _plan(options)
+    except ValueError as error:
+        print(f"streamattn info: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(options: argparse.Namespace) -> int:
+    console, gpus = Console(width=140), options.gpus
+    splits = [cp for cp in range(1, gpus + 1) if gpus % cp == 0 and options.cp in (None, cp)]
+    if not splits:
+        raise ValueError(
+            f"--cp: expected a divisor of the {gpus} GPUs, got {options.cp}; leave it out for all"
+        )
+    speeds = Speeds(options.kernel_csv, options.comm_csv, options.fit_gpus)
+    rows = [row for path in options.measured for row in compared(path, speeds)]
+    scales = {} if options.fit_gpus is None else fit(rows, options.fit_gpus)
+    scale = scales.get(options.plan, 1.0)
+    config = configuration(options.plan)
+    stretched = stretch(config, options.seq)
+    work = Work(
+        config=config,
+        seq_len=options.seq,
+        gpus=gpus,
+        batch=options.micro_batch_size,
+        accumulation=options.accumulation,
+        dtype=options.dtype,
+        checkpointing=options.gradient_checkpointing,
+        fsdp=options.fsdp,
+    )
+    found = [predict(work, cp, speeds, scale) for cp in splits]
+    memory, whose = _memory(speeds.device, options.memory_gib)
+    notes = [
+        f"{options.plan}: {work.batch} x {work.seq_len} tokens a group, {work.accumulation} micro-step(s), "
+        f"{work.dtype}, {'FSDP2' if work.fsdp else 'DDP'}; memory: {whose}, less CUDA's context",
+        f"speeds: {options.kernel_csv or 'no kernel CSV'}, {options.comm_csv or 'no comm CSV'}",
+    ]
+    notes += stretched
+    notes += [f"times of compute and attention x {scale:.3f}, fitted"] if scale != 1.0 else []
+    for note in dict.fromkeys(note for split in found for note in split.assumed):
+        notes.append(f"simulated: {note}")
+    console.print(table(found, memory))
+    print("\n".join(notes))
+    mine = found[0]
+    what = f"{mine.dp} x {mine.cp} of {options.plan}"
+    run = (
+        ("tokens/s", mine.tokens_per_s, options.measured_tokens_per_s),
+        ("GiB", mine.peak / 2**30, options.measured_gib),
+    )
+    rows += [Compared(options.plan, what, gpus, unit, got, want) for unit, got, want in run if want]
+    if rows:
+        console.print(errors(rows, scales, options.fit_gpus or 0))
+    return int(memory is not None and all(split.peak > memory for split in found))
