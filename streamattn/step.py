@@ -94,13 +94,12 @@ class _AsOnGpu(TorchFunctionMode):
     """On CPU tensors, autocast and dropout as on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is F.dropout and len(args) > 2 and args[2]
-        ):  # (x, p, training, in place), as nn.Dropout calls it
-            return torch.native_dropout(args[0], args[1], True)[0]
+        kwargs = kwargs or {}
+        if func is F.dropout and kwargs["training"]:  # it passes all but its input by name
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]
         if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _bytes(x: Tensor) -> int:

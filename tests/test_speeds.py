@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,14 +23,14 @@ COLUMNS = (
 )
 
 
-def kernel_csv(path: Path, rows: Sequence[dict[str, object]]) -> str:
+def kernel_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for row in rows:
             usual = dict(device="NVIDIA H200", dtype="bfloat16", seq_len=1024, head_dim=64, causal=True)
             usual |= dict(dropout_p=0.0, provider="streamattn", part="forward", status="ok", tflops=100.0)
-            writer.writerow(usual | row)
+            writer.writerow({**usual, **row})
     return str(path)
 
 

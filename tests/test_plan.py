@@ -1,0 +1,362 @@
+"""The plan: what is reckoned from counts and speeds, what is marked and said, and what it is held against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from streamattn import cli, parallel, plan
+from streamattn.bench.memory import MemoryRow, history_on_cpu
+from streamattn.bench.models import ModelRow
+from streamattn.bench.parallel import ParallelRow
+from streamattn.bench.resume import appended, stamp
+from streamattn.job import load_shape
+from streamattn.parallel import collectives
+from streamattn.pattern import UNBOUNDED
+from streamattn.plan import Compared, Split, Work, fit, predict
+from streamattn.speeds import Speeds
+from streamattn.step import Attention
+from tests.test_speeds import comm_csv, kernel_csv
+
+GPT2_NANO = 4096 * 128 + 256 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128  # parameters, the head tied
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def work(**options: Any) -> Work:
+    return Work(config=load_shape("gpt2-nano"), seq_len=128, **options)
+
+
+def links(ms: float) -> Speeds:
+    """Every collective of any size and number takes about so many milliseconds, or 0."""
+    speeds = Speeds()
+    speeds.link_ms = lambda operation, world, size, notes: ms  # type: ignore[method-assign]
+    return speeds
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """This process as the first of four whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ({}, 12),
+        ({"accumulation": 2}, 16),
+        ({"gpus": 2}, 16),
+        ({"gpus": 2, "accumulation": 2}, 20),
+        ({"fsdp": True}, 12),
+    ],
+)
+def test_bytes_of_a_parameter(options: dict[str, Any], each: int) -> None:
+    split = predict(work(**options), 1, Speeds())
+    assert split.fixed == each * GPT2_NANO
+    assert split.fixed < split.fixed + split.held < split.peak
+
+
+def test_moments_and_buckets_are_those_of_torch(four_ranks: None) -> None:
+    model = AutoModelForCausalLM.from_config(load_shape("gpt2-nano"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    moments = sum(change.size for change in history_on_cpu(optimizer.step))
+    assert moments == pytest.approx(8 * GPT2_NANO, rel=0.01)
+    made: list[Any] = []
+    buckets = history_on_cpu(lambda: made.append(DistributedDataParallel(model)))
+    assert sum(change.size for change in buckets) == pytest.approx(4 * GPT2_NANO, rel=0.01)
+
+
+def test_fsdp_shares_out_and_holds_three_layers() -> None:
+    layer = 12 * 128**2 + 13 * 128
+    split = predict(work(gpus=4, fsdp=True), 1, Speeds())
+    assert split.fixed == 16 * GPT2_NANO // 4 + 2 * (3 * layer + GPT2_NANO - 4 * layer)
+    assert split.optimizer_ms == pytest.approx(predict(work(), 1, Speeds()).optimizer_ms / 4)
+
+
+@pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_mode_sends_what_is_reckoned(
+    mode: str, kv_heads: int, four_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and sizes of collectives, of a real call's forward and backward."""
+    monkeypatch.setattr("streamattn.parallel.gather.MIN_GROUP_BYTES", 1)  # several groups of heads
+    sent: set[tuple[str, int]] = set()
+    for name, named in (("all_gather", "all_gather"), ("all_to_all", "all_to_all"), ("pass_on", "send_recv")):
+        original = getattr(collectives, name)
+
+        def noted(x: Any, group: Any, original: Any = original, named: str = named) -> Any:
+            pending = original(x, group)
+            sent.add((named, max(x.nbytes, pending.result.nbytes)))
+            return pending
+
+        monkeypatch.setattr(collectives, name, noted)
+    q, k, v = (torch.randn(2, n, 32, 16, requires_grad=True) for n in (4, kv_heads, kv_heads))
+    if mode == "ring":  # it passes float32 sums beside what has the tensors' dtype
+        q, k, v = (x.detach().bfloat16().requires_grad_() for x in (q, k, v))
+    parallel.attention(q, k, v, causal=True, mode=mode).sum().backward()
+
+    config = load_shape("olmo2-nano")
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, kv_heads, 16
+    what = Work(config, 128, gpus=4, batch=2, dtype=str(q.dtype).removeprefix("torch."))
+    sharing = plan._Sharing(what, 4, mode)
+    reckoned: set[tuple[str, int]] = set()
+    speeds = links(0.0)
+    speeds.link_ms = lambda operation, world, size, notes: reckoned.add((operation, int(size))) or 0.0  # type: ignore[method-assign]
+    for is_backward in (False, True):
+        sharing.exchange_ms(Attention(is_backward, 2, 4, 16, UNBOUNDED, 0), 0.0, speeds, [])
+    assert reckoned == sent
+    assert sharing.tokens == 32
+
+
+def test_auto_takes_the_mode_that_training_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_shape("olmo2-1b")
+    assert [plan._Sharing(Work(config, 32768, 8), cp).mode for cp in (1, 2, 4, 8)] == [
+        "-",
+        "gather",
+        "gather",
+        "ulysses",
+    ]
+    monkeypatch.setattr("streamattn.parallel.functional.MAX_GATHERED_BYTES", 1)
+    assert plan._Sharing(Work(load_shape("gpt2-xl"), 4096, 2), 2).mode == "ring"  # 25 heads
+
+
+def test_gathering_hides_all_but_its_first_group() -> None:
+    config = load_shape("olmo2-1b")
+    sharing = plan._Sharing(Work(config, 65536, 2, batch=1), 2)
+    assert (sharing.mode, sharing.groups) == ("gather", 4)
+    forward = Attention(False, 1, 16, 128, UNBOUNDED, 0)
+    copies = sharing.exchange_ms(forward, 0.0, links(0.0), [])
+    for attention_ms, shown in ((0.0, 4 * 3.0), (100.0, 3.0), (4.0, 3.0 + 3 * 2.0)):
+        assert sharing.exchange_ms(forward, attention_ms, links(3.0), []) == pytest.approx(copies + shown)
+    backward = forward._replace(is_backward=True)
+    both = sharing.exchange_ms(backward, 100.0, links(3.0), []) - sharing.exchange_ms(
+        backward, 0.0, links(0.0), []
+    )
+    assert both == pytest.approx(3.0 + 3.0)  # the first group's way, and the last one's back
+
+
+def test_gradients_hide_behind_the_backward_but_for_the_last_bucket() -> None:
+    one = predict(work(), 1, Speeds())
+    slow, fast = (predict(work(gpus=2), 1, links(ms)) for ms in (5.0, 1e-6))
+    assert one.reduce_ms == 0.0
+    assert fast.reduce_ms == pytest.approx(1e-6)
+    # 5.4 MB: buckets of 1 MiB and the rest
+    backward = 10.0 - slow.reduce_ms
+    assert 0.0 < backward < one.compute_ms + one.attention_ms
+    tokens = (one.tokens_per_s, slow.tokens_per_s)
+    assert tokens[1] == pytest.approx(2 * 128 / slow.step_ms * 1e3)
+    assert tokens[0] == pytest.approx(128 / one.step_ms * 1e3)
+
+
+def test_attention_is_shared_out_and_accumulation_repeats_it() -> None:
+    one, two, often = (
+        predict(work(gpus=gpus, accumulation=steps, dtype="float32"), gpus, Speeds())
+        for gpus, steps in ((1, 1), (2, 1), (1, 3))
+    )
+    assert two.attention_ms == pytest.approx(one.attention_ms / 2)
+    # 4 layers, 4 heads of 32, 128 * 129 / 2 pairs, at half of 50 TFLOP/s
+    assert one.attention_ms == pytest.approx(14 * 4 * 4 * 32 * 128 * 129 / 2 / 25e12 * 1e3)
+    assert often.attention_ms == pytest.approx(3 * one.attention_ms)
+    assert often.optimizer_ms == one.optimizer_ms
+    assert predict(work(dtype="float32"), 1, Speeds(), 2.0).compute_ms == pytest.approx(2 * one.compute_ms)
+
+
+def measured(folder: Path) -> tuple[str, str]:
+    """Files in which all is measured that two GPUs need for gpt2-nano at 128 tokens."""
+    shares = dict(peak_share=0.5, gb_s=1000.0, copy_share=0.25)
+    rows = [
+        dict(part=part, head_dim=32, seq_len=length, **shares)
+        for part in ("forward", "backward")
+        for length in (64, 128)
+    ]
+    times = {
+        (name, 2, megabytes): 0.1
+        for name in ("all_reduce", "all_gather", "all_to_all", "send_recv")
+        for megabytes in (1, 64)
+    }
+    return kernel_csv(folder / "kernel.csv", rows), comm_csv(folder / "comm.csv", times)
+
+
+def test_what_was_measured_is_told_from_what_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel, comm = measured(tmp_path)
+    command = ["info", "--plan", "gpt2-nano", "--seq", "128", "--kernel-csv", kernel, "--comm-csv", comm]
+    assert cli.main([*command, "--gpus", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("measured speeds") == 2
+    assert "simulated" not in shown
+    assert cli.main([*command, "--gpus", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured speeds" not in shown
+    assert "simulated: all_reduce of 4 GPUs at the bus bandwidth of 2" in shown
+    assert cli.main([*command, "--gpus", "1", "--seq", "256"]) == 0
+    assert "simulated: attention of 256 tokens as of 128, the nearest measured" in capsys.readouterr().out
+
+
+def test_the_files_that_are_checked_in_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--plan", "gpt2-nano", "--seq", "512", "--gpus", "2", "--cp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "attention_h200.csv" in shown
+    assert "139 GiB of NVIDIA H200" in shown
+    assert "the model has 256 positions: a job needs max_position_embeddings: 512 in its shape" in shown
+    assert "1 x 2" in shown
+    assert "2 x 1" not in shown
+
+
+def split_of(**options: Any) -> Split:
+    usual = dict(dp=2, cp=1, mode="-", fixed=0, held=0, peak=2**30, compute_ms=1.0, attention_ms=1.0)
+    usual |= dict(exchange_ms=0.0, reduce_ms=0.0, optimizer_ms=0.0, tokens_per_s=9.0, assumed=())
+    return Split(**(usual | options))  # type: ignore[arg-type]
+
+
+def test_the_fastest_that_fits_is_the_best() -> None:
+    splits = [split_of(peak=2**31), split_of(tokens_per_s=7.0), split_of(tokens_per_s=8.0, assumed=("x",))]
+    for memory, words in (
+        (2**30, ["measured speeds, does not fit", "measured speeds", "simulated, best"]),
+        (None, ["measured speeds, best", "measured speeds", "simulated"]),
+    ):
+        assert list(plan.table(splits, memory).columns[-1].cells) == words
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["info", "--plan=gpt2-nano", "--seq", "128", "--gpus", "1"]
+    assert cli.main([*command, "--memory-gib", "0.01"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plan", "gpt2-mano"], "shape: no file '.*'; near it: .*gpt2-nano"),
+        (["--plan", "gpt2-nano", "--cp", "3"], "--cp: expected a divisor of the 4 GPUs, got 3; leave it out"),
+        (["--plan", "gpt2-nano", "--kernel-csv", "gone.csv"], "can't read 'gone.csv': No such file"),
+        (["--plan", "gpt2-nano", "--measured", "README.md"], "README.md: expected a file of bench model"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", *words, "--seq", "128", "--gpus", "4"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith("streamattn info: ")
+    assert re.search(message, line), line
+
+
+def test_a_saved_model_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_shape("olmo2-nano").save_pretrained(tmp_path)
+    assert cli.main(["info", "--plan", str(tmp_path), "--seq", "128", "--gpus", "1"]) == 0
+    assert "1 x 1" in capsys.readouterr().out
+
+
+def write(path: Path, kind: type, *rows: dict[str, Any]) -> str:
+    with appended(str(path), kind) as one:
+        for row in rows:
+            one(kind(**vars(replace(stamp("cpu"), device="NVIDIA H200")) | row))
+    return str(path)
+
+
+def test_rows_of_the_benchmarks_are_compared(tmp_path: Path) -> None:
+    speeds = Speeds()
+    case = dict(shape="gpt2-nano", layers=2, batch=3, seq_len=128, dtype="bfloat16")
+    models = write(
+        tmp_path / "model.csv",
+        ModelRow,
+        dict(case, case="x", work="train", contestant="streamattn", step_median_ms=2.0, peak_mib=50.0),
+        dict(case, case="x", work="train", contestant="sdpa", step_median_ms=2.0, peak_mib=50.0),
+        dict(case, case="x", work="generate", contestant="streamattn", step_median_ms=2.0),
+        dict(case, case="x", work="train", mode="compiled", contestant="streamattn", step_median_ms=2.0),
+    )
+    memory = write(
+        tmp_path / "memory.csv",
+        MemoryRow,
+        dict(case, contestant="streamattn", held_after_forward_mib=40.0, step_peak_mib=60.0),
+    )
+    config = load_shape("gpt2-nano")
+    config.num_hidden_layers = 2
+    config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0.0
+    split = predict(Work(config, 128, batch=3, clips=False), 1, speeds)
+    found = list(plan.compared(models, speeds))
+    assert [(row.kind, row.unit, row.measured) for row in found] == [
+        ("gpt2-nano", "ms", 2.0),
+        ("gpt2-nano", "MiB", 50.0),
+    ]
+    assert [row.predicted for row in found] == [split.step_ms, split.peak / 2**20]
+    assert [(row.predicted, row.measured) for row in plan.compared(memory, speeds)] == [
+        (split.peak / 2**20, 60.0),
+        (split.held / 2**20, 40.0),
+    ]
+
+
+def test_attention_over_several_gpus_is_compared(tmp_path: Path) -> None:
+    case = dict(backend="nccl", world_size=2, batch=1, num_heads=16, num_kv_heads=16, seq_len=16384)
+    case |= dict(head_dim=128, dtype="bfloat16", status="ok", step_ms=4.0)
+    modes = ("alone", "auto", "gather", "ring", "ulysses", "replicated")
+    path = write(tmp_path / "p.csv", ParallelRow, *(dict(case, mode=mode) for mode in modes))
+    rows = list(plan.compared(path, links(0.0)))
+    assert [(row.what.split(",")[0], row.gpus) for row in rows] == [
+        ("alone", 1),
+        ("gather", 2),
+        ("ring", 2),
+        ("ulysses", 2),
+    ]
+    flops = 14 * 16 * 128 * 16384 * 16385 / 2
+    assert rows[0].predicted == pytest.approx(flops / 350e12 * 1e3)
+    assert all(rows[0].predicted / 2 < row.predicted < rows[0].predicted for row in rows[1:])
+
+
+def test_a_fit_meets_the_small_and_shows_its_error_on_the_large(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Compared("a", "x", gpus, "ms", 10.0, ms) for gpus, ms in ((1, 20.0), (4, 45.0), (8, 25.0))]
+    rows += [Compared("a", "x", 1, "MiB", 1.0, 9.0), Compared("b", "x", 8, "ms", 1.0, 9.0)]
+    scales = fit(rows, 4)
+    assert scales == {"a": pytest.approx(3.0)}
+    columns = [list(column.cells) for column in plan.errors(rows, scales, 4).columns]
+    assert columns[3] == ["30.00", "30.00", "30.00", "1.00", "1.00"]
+    assert columns[5] == ["+50.0%", "-33.3%", "+20.0%", "-88.9%", "-88.9%"]
+    assert columns[6] == ["fitted", "fitted", "", "", ""]
+
+
+def test_a_run_of_fine_tuning_is_held_against_its_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel, comm = measured(tmp_path)
+    command = ["info", "--plan", "gpt2-nano", "--seq", "128", "--gpus", "2", "--cp", "2"]
+    command += ["--kernel-csv", kernel, "--comm-csv", comm]
+    split = predict(work(gpus=2), 2, Speeds(kernel, comm))
+    figures = ["--measured-tokens-per-s", str(split.tokens_per_s / 1.1), "--measured-gib", "0.01"]
+    assert cli.main([*command, *figures]) == 0
+    shown = capsys.readouterr().out
+    assert "+10.0%" in shown
+    assert f"{split.peak / 2**30:.2f}" in shown
+    # one measured step of the model on one GPU, twice as long as predicted, doubles what is fitted
+    case = dict(
+        shape="gpt2-nano", layers=None, batch=1, seq_len=128, dtype="bfloat16", case="x", work="train"
+    )
+    (row,) = plan.compared(
+        write(tmp_path / "1.csv", ModelRow, dict(case, contestant="streamattn", step_median_ms=1.0)),
+        Speeds(kernel, comm),
+    )
+    path = write(
+        tmp_path / "2.csv", ModelRow, dict(case, contestant="streamattn", step_median_ms=2 * row.predicted)
+    )
+    assert cli.main([*command, "--measured", path, "--fit-gpus", "1"]) == 0
+    assert "times of compute and attention x 2.000, fitted" in capsys.readouterr().out
