@@ -166,19 +166,23 @@ class _Sharing:
         self.times = repeats(kv_heads, cp) if self.mode == "ulysses" else 1
 
     def workspace(self, call: Attention, tokens: int) -> int:
-        """Bytes that a call holds beside its arguments and results: float32 sums of dq, and what travels."""
-        queries = call.batch * call.num_heads * tokens * call.head_dim
-        part = self.kv // self.groups  # a group of heads
-        sums = (4 * queries + 4 * queries // call.head_dim) if call.is_backward else 0
-        if self.mode == "gather":  # two groups' k and v; backward dk and dv as made, laid out, sent, received
-            return sums // self.groups + part * (6 if call.is_backward else min(2, self.groups))
-        if self.mode == "ring":  # two shards, the sums in float32; backward two of dk and dv in float32
-            shard = self.kv // self.cp
-            return (
-                sums + 4 * queries + 2 * shard + (3 * shard * 4 // self.itemsize if call.is_backward else 0)
-            )
-        if self.mode == "ulysses":  # what is sent and what is received
-            return sums + 2 * (queries * self.itemsize + self.kv * self.times // self.cp)
+        """Bytes that a call holds beside its arguments and results: float32 sums of dq, and what travels.
+
+        Of a group of heads gathering holds k and v in order, the next ones as they come and what was sent of
+        them; backward also dk and dv as made, laid out, sent and received, as far as there are such groups.
+        The ring holds shards, and sums in float32. All-to-all holds what it sends and receives as parts and
+        in one piece.
+        """
+        back, queries = call.is_backward, call.batch * call.num_heads * tokens * call.head_dim
+        sums = (4 * queries + 4 * queries // call.head_dim) if back else 0
+        shard, own = self.kv // self.cp, queries * self.itemsize
+        if self.mode == "gather":
+            parts = 3 + min(self.groups, 3) if back else 2
+            return (parts * self.kv + shard + own * (1 + back) + sums) // self.groups
+        if self.mode == "ring":
+            return sums + 2 * shard + (12 * shard // self.itemsize + 4 * queries if back else 12 * queries)
+        if self.mode == "ulysses":
+            return sums + 3 * (own + shard * self.times)
         return sums
 
     def attention_ms(self, call: Attention, dtype: str, speeds: Speeds, notes: list[str]) -> float:
@@ -270,6 +274,13 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         shared=cp > 1,
         gpu=work.gpu,
     )
+    if (
+        sharing.mode == "ulysses" and not work.checkpointing
+    ):  # `out` of the heads stays beside that of the tokens
+        forward = [call for call in step.attention if not call.is_backward]
+        kept = sum(call.batch * call.num_heads * call.head_dim for call in forward)
+        kept *= sharing.tokens * sharing.itemsize
+        step.held, step.peak = step.held + kept, step.peak + kept
     product, copy = speeds.product(work.dtype, notes), speeds.copy(notes)
 
     def ms(operations: Sequence[Operation]) -> float:

@@ -16,12 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from streamattn import cli, parallel, plan
-from streamattn.bench.memory import MemoryRow, history_on_cpu
+from streamattn.bench.memory import MemoryRow, at_peak, history_on_cpu
 from streamattn.bench.models import ModelRow
 from streamattn.bench.parallel import ParallelRow
 from streamattn.bench.resume import appended, stamp
 from streamattn.job import load_shape
 from streamattn.parallel import collectives
+from streamattn.parallel.call import heads_last
 from streamattn.pattern import UNBOUNDED
 from streamattn.plan import Compared, Split, Work, fit, predict
 from streamattn.speeds import Speeds
@@ -123,6 +124,50 @@ def test_a_mode_sends_what_is_reckoned(
         sharing.exchange_ms(Attention(is_backward, 2, 4, 16, UNBOUNDED, 0), 0.0, speeds, [])
     assert reckoned == sent
     assert sharing.tokens == 32
+
+
+@pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
+def test_a_mode_holds_what_is_reckoned(mode: str, four_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside arguments and results, of a real call around an attention that holds nothing itself."""
+    monkeypatch.setattr("streamattn.parallel.gather.MIN_GROUP_BYTES", 1)
+
+    class Hollow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.save_for_backward(q, k, v, q)
+            return heads_last(q, q.shape[3], q.shape[2]), q.new_empty(q.shape[:3])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return tuple(heads_last(x, x.shape[3], x.shape[2]) for x in ctx.saved_tensors[:3])
+
+    hollow: Any = Hollow.apply
+
+    def gradients(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        return *(heads_last(x, x.shape[3], x.shape[2]) for x in (q, k, v)), None
+
+    module = f"streamattn.parallel.{mode}"
+    monkeypatch.setattr(f"{module}.forward", lambda q, k, v, *options: hollow(q, k, v))
+    if mode != "ulysses":
+        monkeypatch.setattr(f"{module}.backward", gradients)
+    tokens, heads, head_dim = 512, 8, 64
+    q, k, v = (torch.randn(1, heads, tokens, head_dim, requires_grad=True) for _ in range(3))
+    config = load_shape("olmo2-nano")
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = heads, heads, head_dim
+    sharing = plan._Sharing(Work(config, 4 * tokens, 4, dtype="float32"), 4, mode)
+    made: list[Any] = []
+    forward = history_on_cpu(lambda: made.append(parallel.attention(q, k, v, causal=True, mode=mode)))
+    dout = torch.ones_like(made[0])
+    backward = history_on_cpu(lambda: made.append(torch.autograd.grad(made[0], (q, k, v), dout)))
+    sums = 4 * q.numel() + 4 * q.numel() // head_dim
+    for is_backward, changes in ((False, forward), (True, backward)):
+        call = Attention(is_backward, 1, heads, head_dim, UNBOUNDED, 0)
+        results = 3 * q.nbytes if is_backward else q.nbytes
+        found = at_peak(changes)[0] - results
+        reckoned = sharing.workspace(call, tokens) - sums * is_backward // (
+            sharing.groups if mode == "gather" else 1
+        )
+        assert found * 0.9 <= reckoned <= found * 1.3, (is_backward, found, reckoned)
 
 
 def test_auto_takes_the_mode_that_training_would(monkeypatch: pytest.MonkeyPatch) -> None:
