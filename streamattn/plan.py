@@ -274,9 +274,8 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         shared=cp > 1,
         gpu=work.gpu,
     )
-    if (
-        sharing.mode == "ulysses" and not work.checkpointing
-    ):  # `out` of the heads stays beside that of the tokens
+    if sharing.mode == "ulysses" and not work.checkpointing:
+        # The output of a rank's heads is saved beside that of its tokens.
         forward = [call for call in step.attention if not call.is_backward]
         kept = sum(call.batch * call.num_heads * call.head_dim for call in forward)
         kept *= sharing.tokens * sharing.itemsize
@@ -323,7 +322,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
 
 
 class Compared(NamedTuple):
-    """A prediction beside what was measured; ``kind``: the model's name, or attention."""
+    """A prediction beside what was measured; ``kind``: the model's name, or attention; what it assumes."""
 
     kind: str
     what: str
@@ -331,6 +330,7 @@ class Compared(NamedTuple):
     unit: str
     predicted: float
     measured: float
+    assumed: tuple[str, ...] = ()
 
 
 def compared(path: str, speeds: Speeds) -> Iterator[Compared]:
@@ -372,7 +372,8 @@ def _compared_step(row: dict[str, str], speeds: Speeds) -> Iterator[Compared]:
         ("held_after_forward_mib", "MiB held", split.held / 2**20),
     ):
         if row.get(column):
-            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]))
+            assumed = split.assumed if unit == "ms" else ()
+            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]), assumed)
 
 
 def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
@@ -382,13 +383,13 @@ def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
     config = PretrainedConfig(**sizes)  # type: ignore[arg-type]
     cp = 1 if row["mode"] == "alone" else gpus
     sharing = _Sharing(Work(config, seq_len, gpus, batch, dtype=row["dtype"]), cp, row["mode"])
-    predicted = 0.0
+    predicted, notes = 0.0, []
     for is_backward in (False, True):
         call = Attention(is_backward, batch, heads, head_dim, UNBOUNDED, 0)
-        own = sharing.attention_ms(call, row["dtype"], speeds, [])
-        predicted += own + sharing.exchange_ms(call, own, speeds, [])
+        own = sharing.attention_ms(call, row["dtype"], speeds, notes)
+        predicted += own + sharing.exchange_ms(call, own, speeds, notes)
     what = f"{row['mode']}, {batch} x {seq_len}, {heads}:{kv_heads} heads of {head_dim}"
-    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]))
+    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]), tuple(notes))
 
 
 def fit(rows: Sequence[Compared], most_gpus: int) -> dict[str, float]:
@@ -407,8 +408,9 @@ def errors(rows: Sequence[Compared], scales: dict[str, float], most_gpus: int) -
         scale = scales.get(row.kind, 1.0) if row.unit == "ms" else 1.0
         fitted = row.unit == "ms" and row.kind in scales and row.gpus <= most_gpus
         error = f"{row.predicted * scale / row.measured - 1.0:+.1%}"
-        cells = f"{row.predicted * scale:,.2f}", f"{row.measured:,.2f}", error, "fitted" if fitted else ""
-        shown.add_row(row.what, str(row.gpus), row.unit, *cells)
+        words = ["fitted"] * fitted + ["simulated"] * bool(row.assumed)
+        figures = f"{row.predicted * scale:,.2f}", f"{row.measured:,.2f}", error
+        shown.add_row(row.what, str(row.gpus), row.unit, *figures, ", ".join(words))
     return shown
 
 
@@ -551,11 +553,11 @@ def _plan(options: argparse.Namespace) -> int:
     print("\n".join(notes))
     mine = found[0]
     what = f"{mine.dp} x {mine.cp} of {options.plan}"
-    run = (
-        ("tokens/s", mine.tokens_per_s, options.measured_tokens_per_s),
-        ("GiB", mine.peak / 2**30, options.measured_gib),
-    )
-    rows += [Compared(options.plan, what, gpus, unit, got, want) for unit, got, want in run if want]
+    if options.measured_tokens_per_s:
+        both = mine.tokens_per_s, options.measured_tokens_per_s
+        rows.append(Compared(options.plan, what, gpus, "tokens/s", *both, mine.assumed))
+    if options.measured_gib:
+        rows.append(Compared(options.plan, what, gpus, "GiB", mine.peak / 2**30, options.measured_gib))
     if rows:
         console.print(errors(rows, scales, options.fit_gpus or 0))
     return int(memory is not None and all(split.peak > memory for split in found))

@@ -371,13 +371,13 @@ def test_a_fit_meets_the_small_and_shows_its_error_on_the_large(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [Compared("a", "x", gpus, "ms", 10.0, ms) for gpus, ms in ((1, 20.0), (4, 45.0), (8, 25.0))]
-    rows += [Compared("a", "x", 1, "MiB", 1.0, 9.0), Compared("b", "x", 8, "ms", 1.0, 9.0)]
+    rows += [Compared("a", "x", 1, "MiB", 1.0, 9.0), Compared("b", "x", 8, "ms", 1.0, 9.0, ("links",))]
     scales = fit(rows, 4)
     assert scales == {"a": pytest.approx(3.0)}
     columns = [list(column.cells) for column in plan.errors(rows, scales, 4).columns]
     assert columns[3] == ["30.00", "30.00", "30.00", "1.00", "1.00"]
     assert columns[5] == ["+50.0%", "-33.3%", "+20.0%", "-88.9%", "-88.9%"]
-    assert columns[6] == ["fitted", "fitted", "", "", ""]
+    assert columns[6] == ["fitted", "fitted", "", "", "simulated"]
 
 
 def test_a_run_of_fine_tuning_is_held_against_its_split(
