@@ -18,14 +18,13 @@ backward goes on: what takes longer than it shows, and the last bucket always. F
 parameter, clipping 12.
 
 Left out on purpose: time of the host (a small model on a fast GPU waits for it), contention of links and
-kernels, slow kernels of odd sizes (a vocabulary that is no multiple of 8), links between hosts. `fit` is what
-finds their share.
+kernels, operations whose speed is another than a copy's or a large product's (caches, mixed dtypes, odd
+sizes), links between hosts. A step measured on one GPU tells their share: `fit`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
-from streamattn.job import load_pretrained, load_shape
+from streamattn.job import check_causal, load_pretrained, load_shape
 from streamattn.parallel.functional import choose_mode
 from streamattn.parallel.gather import count_head_groups
 from streamattn.parallel.layout import Layout
@@ -254,7 +253,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         work: what is trained.
         cp: GPUs that share a sequence, a divisor of ``work.gpus``.
         speeds: of the machine.
-        scale: of the time of operations and attention, as `fit` finds it.
+        scale: of the time of operations but attention, as `fit` finds it.
 
     Raises:
         ValueError: the model can't be built or patched.
@@ -287,7 +286,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
 
     attention, exchange = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for call in step.attention:
-        own = scale * sharing.attention_ms(call, work.dtype, speeds, notes)
+        own = sharing.attention_ms(call, work.dtype, speeds, notes)
         attention[call.is_backward] += own
         exchange[call.is_backward] += sharing.exchange_ms(call, own, speeds, notes)
     phases = ms(step.forward), ms(step.backward)
@@ -322,7 +321,18 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
 
 
 class Compared(NamedTuple):
-    """A prediction beside what was measured; ``kind``: the model's name, or attention; what it assumes."""
+    """A prediction beside what was measured.
+
+    Attributes:
+        kind: the model's name, or ``attention``.
+        what: in words.
+        gpus: how many.
+        unit: of both.
+        predicted: before any fit.
+        measured: so much.
+        certain: what of the prediction a fit leaves alone.
+        assumed: by the prediction.
+    """
 
     kind: str
     what: str
@@ -330,7 +340,12 @@ class Compared(NamedTuple):
     unit: str
     predicted: float
     measured: float
+    certain: float = 0.0
     assumed: tuple[str, ...] = ()
+
+    def scaled(self, scale: float) -> float:
+        """The prediction after a fit."""
+        return self.certain + scale * (self.predicted - self.certain)
 
 
 def compared(path: str, speeds: Speeds) -> Iterator[Compared]:
@@ -372,8 +387,10 @@ def _compared_step(row: dict[str, str], speeds: Speeds) -> Iterator[Compared]:
         ("held_after_forward_mib", "MiB held", split.held / 2**20),
     ):
         if row.get(column):
-            assumed = split.assumed if unit == "ms" else ()
-            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]), assumed)
+            certain, assumed = 0.0, ()
+            if unit == "ms":
+                certain, assumed = split.step_ms - split.compute_ms, split.assumed
+            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]), certain, assumed)
 
 
 def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
@@ -389,16 +406,20 @@ def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
         own = sharing.attention_ms(call, row["dtype"], speeds, notes)
         predicted += own + sharing.exchange_ms(call, own, speeds, notes)
     what = f"{row['mode']}, {batch} x {seq_len}, {heads}:{kv_heads} heads of {head_dim}"
-    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]), tuple(notes))
+    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]), assumed=tuple(notes))
 
 
 def fit(rows: Sequence[Compared], most_gpus: int) -> dict[str, float]:
-    """By kind, what times must be multiplied by to meet, in the geometric mean, those of so many GPUs."""
-    logs: dict[str, list[float]] = {}
+    """By kind, the factor with which times on so many GPUs at most add up to what was measured.
+
+    Of a model's step it is that of its operations, attention and optimizer left alone; of attention, of all.
+    """
+    sums: dict[str, tuple[float, float]] = {}
     for row in rows:
         if row.unit == "ms" and row.gpus <= most_gpus:
-            logs.setdefault(row.kind, []).append(math.log(row.measured / row.predicted))
-    return {kind: math.exp(sum(each) / len(each)) for kind, each in logs.items()}
+            predicted, measured = sums.get(row.kind, (0.0, 0.0))
+            sums[row.kind] = predicted + row.predicted - row.certain, measured + row.measured - row.certain
+    return {kind: measured / predicted for kind, (predicted, measured) in sums.items()}
 
 
 def errors(rows: Sequence[Compared], scales: dict[str, float], most_gpus: int) -> Table:
@@ -407,9 +428,9 @@ def errors(rows: Sequence[Compared], scales: dict[str, float], most_gpus: int) -
     for row in rows:
         scale = scales.get(row.kind, 1.0) if row.unit == "ms" else 1.0
         fitted = row.unit == "ms" and row.kind in scales and row.gpus <= most_gpus
-        error = f"{row.predicted * scale / row.measured - 1.0:+.1%}"
+        predicted = row.scaled(scale)
         words = ["fitted"] * fitted + ["simulated"] * bool(row.assumed)
-        figures = f"{row.predicted * scale:,.2f}", f"{row.measured:,.2f}", error
+        figures = f"{predicted:,.2f}", f"{row.measured:,.2f}", f"{predicted / row.measured - 1.0:+.1%}"
         shown.add_row(row.what, str(row.gpus), row.unit, *figures, ", ".join(words))
     return shown
 
@@ -527,6 +548,7 @@ def _plan(options: argparse.Namespace) -> int:
     scales = {} if options.fit_gpus is None else fit(rows, options.fit_gpus)
     scale = scales.get(options.plan, 1.0)
     config = configuration(options.plan)
+    check_causal(config)
     stretched = stretch(config, options.seq)
     work = Work(
         config=config,
@@ -546,7 +568,7 @@ def _plan(options: argparse.Namespace) -> int:
         f"speeds: {options.kernel_csv or 'no kernel CSV'}, {options.comm_csv or 'no comm CSV'}",
     ]
     notes += stretched
-    notes += [f"times of compute and attention x {scale:.3f}, fitted"] if scale != 1.0 else []
+    notes += [f"time of compute x {scale:.3f}, fitted"] if scale != 1.0 else []
     for note in dict.fromkeys(note for split in found for note in split.assumed):
         notes.append(f"simulated: {note}")
     console.print(table(found, memory))
@@ -555,7 +577,7 @@ def _plan(options: argparse.Namespace) -> int:
     what = f"{mine.dp} x {mine.cp} of {options.plan}"
     if options.measured_tokens_per_s:
         both = mine.tokens_per_s, options.measured_tokens_per_s
-        rows.append(Compared(options.plan, what, gpus, "tokens/s", *both, mine.assumed))
+        rows.append(Compared(options.plan, what, gpus, "tokens/s", *both, assumed=mine.assumed))
     if options.measured_gib:
         rows.append(Compared(options.plan, what, gpus, "GiB", mine.peak / 2**30, options.measured_gib))
     if rows:

@@ -370,13 +370,18 @@ def test_attention_over_several_gpus_is_compared(tmp_path: Path) -> None:
 def test_a_fit_meets_the_small_and_shows_its_error_on_the_large(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [Compared("a", "x", gpus, "ms", 10.0, ms) for gpus, ms in ((1, 20.0), (4, 45.0), (8, 25.0))]
-    rows += [Compared("a", "x", 1, "MiB", 1.0, 9.0), Compared("b", "x", 8, "ms", 1.0, 9.0, ("links",))]
+    rows = [Compared("a", "x", gpus, "ms", 10.0, ms) for gpus, ms in ((1, 20.0), (4, 40.0), (8, 25.0))]
+    rows += [
+        Compared("a", "x", 1, "MiB", 1.0, 9.0),
+        Compared("b", "x", 8, "ms", 1.0, 9.0, assumed=("links",)),
+    ]
     scales = fit(rows, 4)
+    assert fit([Compared("a", "x", 1, "ms", 10.0, 30.0, certain=6.0)], 1) == {"a": 6.0}
+    assert Compared("a", "x", 1, "ms", 10.0, 30.0, certain=6.0).scaled(6.0) == 30.0
     assert scales == {"a": pytest.approx(3.0)}
     columns = [list(column.cells) for column in plan.errors(rows, scales, 4).columns]
     assert columns[3] == ["30.00", "30.00", "30.00", "1.00", "1.00"]
-    assert columns[5] == ["+50.0%", "-33.3%", "+20.0%", "-88.9%", "-88.9%"]
+    assert columns[5] == ["+50.0%", "-25.0%", "+20.0%", "-88.9%", "-88.9%"]
     assert columns[6] == ["fitted", "fitted", "", "", "simulated"]
 
 
@@ -392,7 +397,7 @@ def test_a_run_of_fine_tuning_is_held_against_its_split(
     shown = capsys.readouterr().out
     assert "+10.0%" in shown
     assert f"{split.peak / 2**30:.2f}" in shown
-    # one measured step of the model on one GPU, twice as long as predicted, doubles what is fitted
+    # one measured step of the model on one GPU, whose operations took twice as long as predicted
     case = dict(
         shape="gpt2-nano", layers=None, batch=1, seq_len=128, dtype="bfloat16", case="x", work="train"
     )
@@ -401,7 +406,7 @@ def test_a_run_of_fine_tuning_is_held_against_its_split(
         Speeds(kernel, comm),
     )
     path = write(
-        tmp_path / "2.csv", ModelRow, dict(case, contestant="streamattn", step_median_ms=2 * row.predicted)
+        tmp_path / "2.csv", ModelRow, dict(case, contestant="streamattn", step_median_ms=row.scaled(2.0))
     )
     assert cli.main([*command, "--measured", path, "--fit-gpus", "1"]) == 0
-    assert "times of compute and attention x 2.000, fitted" in capsys.readouterr().out
+    assert "time of compute x 2.000, fitted" in capsys.readouterr().out
