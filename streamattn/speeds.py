@@ -65,6 +65,7 @@ class Speeds:
         self.attention: dict[tuple[str, str, bool], dict[int, dict[int, float]]] = {}
         self.links: dict[str, dict[int, dict[int, float]]] = {}
         self.ceilings: dict[str, float] = {}
+        shares: dict[str, float] = {}
         columns = ("provider", "dtype", "part", "causal", "head_dim", "seq_len", "tflops")
         for row in rows_of(kernel_csv, *columns) if kernel_csv else ():
             self.device = row.get("device")
@@ -72,8 +73,9 @@ class Speeds:
                 (row["dtype"], "tflops", "peak_share"),
                 ("copy", "gb_s", "copy_share"),
             ):
-                if row.get(share) and float(row[share]) > 0.02:  # four digits say little of less
-                    self.ceilings.setdefault(name, float(row[rate]) / float(row[share]))
+                found = float(row.get(share) or 0.0)
+                if found > shares.get(name, 0.0):  # rounded to four places, the largest says most
+                    shares[name], self.ceilings[name] = found, float(row[rate]) / found
             plain = not (row.get("window") or row.get("document") or row.get("queries"))
             if plain and row["provider"] == "streamattn" and float(row.get("dropout_p") or 0.0) == 0.0:
                 key = row["part"], row["dtype"], row["causal"] == "True"

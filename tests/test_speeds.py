@@ -92,7 +92,8 @@ def test_other_patterns_and_providers_and_failures_do_not_count(tmp_path: Path) 
 
 def test_products_and_copies_follow_from_the_shares(tmp_path: Path) -> None:
     row = dict(tflops=400.0, peak_share=0.5, gb_s=1000.0, copy_share=0.25)
-    speeds, notes = Speeds(kernel_csv(tmp_path / "k.csv", [row])), []
+    less = dict(tflops=1.0, peak_share=0.002, gb_s=1.0, copy_share=0.0002)  # rounded
+    speeds, notes = Speeds(kernel_csv(tmp_path / "k.csv", [less, row, less])), []
     assert (speeds.product("bfloat16", notes), speeds.copy(notes)) == (800e12, 4000e9)
     assert notes == []
     assert speeds.product("float32", notes) == ASSUMED["float32 product"] * 1e12
