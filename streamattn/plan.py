@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
-from streamattn.job import check_causal, load_pretrained, load_shape
+from streamattn.job import check_causal, load_pretrained, load_shape, one_line
 from streamattn.parallel.functional import choose_mode
 from streamattn.parallel.gather import count_head_groups
 from streamattn.parallel.layout import Layout
@@ -256,23 +256,26 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         scale: of the time of operations but attention, as `fit` finds it.
 
     Raises:
-        ValueError: the model can't be built or patched.
+        ValueError: the model can't be built, patched or run.
     """
     notes: list[str] = []
     sharing = _Sharing(work, cp)
     sharded, accumulates = work.fsdp and work.gpus > 1, work.accumulation > 1
-    step = trace(
-        work.config,
-        work.batch,
-        sharing.tokens,
-        work.torch_dtype,
-        workspace=sharing.workspace,
-        checkpointing=work.checkpointing,
-        sharded=sharded,
-        accumulates=accumulates,
-        shared=cp > 1,
-        gpu=work.gpu,
-    )
+    try:
+        step = trace(
+            work.config,
+            work.batch,
+            sharing.tokens,
+            work.torch_dtype,
+            workspace=sharing.workspace,
+            checkpointing=work.checkpointing,
+            sharded=sharded,
+            accumulates=accumulates,
+            shared=cp > 1,
+            gpu=work.gpu,
+        )
+    except Exception as error:  # releases differ in what a model raises
+        raise ValueError(f"{work.config.model_type}: {one_line(error)}") from error
     if sharing.mode == "ulysses" and not work.checkpointing:
         # The output of a rank's heads is saved beside that of its tokens.
         forward = [call for call in step.attention if not call.is_backward]

@@ -32,7 +32,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from patches import patch_model
-from streamattn.job import one_line
 
 # Of what autocast computes in float32 on CUDA (PyTorch's "CUDA Ops that can autocast to float32") and not on
 # a CPU, what language models call.
@@ -185,59 +184,39 @@ def trace(
         gpu: what a GPU does; False: what a CPU does, where all of it can be measured without one.
 
     Raises:
-        ValueError: the model can't be built, patched or run.
+        Exception: whatever a model raises on sizes, dtypes or operations that don't fit.
     """
-    with FakeTensorMode():
-        try:
-            model: Any = AutoModelForCausalLM.from_config(config)
-            model.loss_type = "ForCausalLM"
-            model.config.use_cache = False
-            patch_model(model)
-            return _run(
-                model, batch, tokens, dtype, workspace, checkpointing, sharded, accumulates, shared, gpu
-            )
-        except Exception as error:  # whatever a model raises on sizes, dtypes or operations that don't fit
-            raise ValueError(f"{config.model_type}: {one_line(error)}") from error
-
-
-def _run(
-    model: Any,
-    batch: int,
-    tokens: int,
-    dtype: torch.dtype,
-    workspace: Workspace,
-    checkpointing: bool,
-    sharded: bool,
-    accumulates: bool,
-    shared: bool,
-    gpu: bool,
-) -> Step:
     half, as_there = dtype != torch.float32, _AsOnGpu if gpu else nullcontext
-    for module in model.modules():
-        if gpu and hasattr(module, "_in_one_pass"):  # OLMo-2's, which takes no fake tensor by itself
-            module._in_one_pass = lambda q, k, cos: True
-    if checkpointing:
-        # A function mode isn't on while the backward runs: what is computed again there needs its own.
-        options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_there())}
-        newest = hasattr(model, "activation_checkpointing_enable")
-        getattr(model, f"{'activation' if newest else 'gradient'}_checkpointing_enable")(options)
-    model.train()
-    layers = max((x for x in model.modules() if isinstance(x, nn.ModuleList)), key=len)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    parameters = [p.numel() for p in model.parameters()]
-    step = Step(parameters, max(sizes), sum(parameters) - sum(sizes))
-    for parameter in model.parameters():
-        if sharded:
-            parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        elif accumulates:
-            parameter.grad = torch.zeros_like(parameter)
-    ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    counter = _Counter(step, workspace)
-    with counter, as_there():
-        loss = _loss(model, ids, torch.autocast("cpu", dtype) if half else nullcontext(), shared)
-        step.held, counter.into = counter.live, step.backward
-        loss.backward()
+    with FakeTensorMode():
+        model: Any = AutoModelForCausalLM.from_config(config)
+        model.loss_type = "ForCausalLM"
+        model.config.use_cache = False
+        patch_model(model)
+        for module in model.modules():
+            if gpu and hasattr(module, "_in_one_pass"):  # OLMo-2's, which takes no fake tensor by itself
+                module._in_one_pass = lambda q, k, cos: True
+        if checkpointing:
+            # A function mode isn't on while the backward runs: what is computed again there needs its own.
+            options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_there())}
+            newest = hasattr(model, "activation_checkpointing_enable")
+            getattr(model, f"{'activation' if newest else 'gradient'}_checkpointing_enable")(options)
+        model.train()
+        layers = max((x for x in model.modules() if isinstance(x, nn.ModuleList)), key=len)
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        parameters = [p.numel() for p in model.parameters()]
+        step = Step(parameters, max(sizes), sum(parameters) - sum(sizes))
+        for parameter in model.parameters():
+            if sharded:
+                parameter.data = parameter.data.to(dtype)
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            elif accumulates:
+                parameter.grad = torch.zeros_like(parameter)
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+        counter = _Counter(step, workspace)
+        with counter, as_there():
+            loss = _loss(model, ids, torch.autocast("cpu", dtype) if half else nullcontext(), shared)
+            step.held, counter.into = counter.live, step.backward
+            loss.backward()
     return step
 
 

@@ -140,7 +140,7 @@ MAY_IMPORT = {
     ),
     "streamattn.doctor": (),
     "streamattn.info": ("streamattn.dispatch", "streamattn.doctor"),
-    "streamattn.step": ("patches", "streamattn.job"),
+    "streamattn.step": ("patches",),
     "streamattn.speeds": ("streamattn.pattern", "streamattn.step"),
     "streamattn.plan": (
         "streamattn.job",

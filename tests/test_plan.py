@@ -305,6 +305,14 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert re.search(message, line), line
 
 
+def test_a_model_that_cannot_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_shape("olmo2-nano")
+    config.hidden_act = "no such function"
+    config.save_pretrained(tmp_path)
+    assert cli.main(["info", "--plan", str(tmp_path), "--seq", "128", "--gpus", "1"]) == 2
+    assert re.fullmatch(r"streamattn info: olmo2: .*no such function.*\n", capsys.readouterr().err)
+
+
 def test_a_saved_model_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_shape("olmo2-nano").save_pretrained(tmp_path)
     assert cli.main(["info", "--plan", str(tmp_path), "--seq", "128", "--gpus", "1"]) == 0

@@ -183,10 +183,3 @@ def test_the_loss_of_a_shared_sequence_is_the_same_work() -> None:
     flops = [sum(op.flops for op in (*step.forward, *step.backward)) for step in (one, shared)]
     assert flops[0] == flops[1] > 0
     assert shared.attention == one.attention
-
-
-def test_a_model_that_cannot_be_built_is_one_line() -> None:
-    config = config_of("olmo2-nano")
-    config.hidden_act = "no such function"
-    with pytest.raises(ValueError, match=r"^olmo2: .*no such function"):
-        traced(config)
