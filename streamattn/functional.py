@@ -484,12 +484,13 @@ def attention(
             from torch's generator of q's device. Default 0.
         return_lse: also return ``lse``. Default False.
         deterministic: whether the same inputs must give the same bits. All do but dq of ``hopper``'s own
-            backward, which differs by rounding from run to run; True makes it add in one order.
+            backward above 512 tokens, which differs by rounding from run to run; True makes it add in one
+            order.
             Default None: what `torch.are_deterministic_algorithms_enabled` says when the backward runs.
         backend: ``auto``, ``reference``, ``sdpa`` (PyTorch's fused CPU attention), ``triton``, ``hopper``
-            (for compute capability 9.0; its backward serves head dimensions up to 128, and ``triton``'s the
-            rest), ``decode`` (up to 16 queries; its backward is ``triton``'s) or ``wide`` (head dimensions
-            257 to 8192). Default ``auto``: the fastest of those that serve the call.
+            (for compute capability 9.0; above head dimension 128 a deterministic backward is ``triton``'s),
+            ``decode`` (up to 16 queries; its backward is ``triton``'s) or ``wide`` (head dimensions 257 to
+            8192). Default ``auto``: the fastest of those that serve the call.
 
     Returns:
         ``out`` [B, Hq, Tq, Dv] (leading dimensions as q's) in q's dtype, stored so that

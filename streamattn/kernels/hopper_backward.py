@@ -1,7 +1,7 @@
 """Attention backward for Hopper (compute capability 9.0), in Gluon: dq, dk and dv in one walk of the tiles.
 
 Three kernels, and with segments in order a fourth. The first leaves the statistics of the rows, ``lse`` in
-base 2 and ``delta = rowsum(dout * out) - dlse``, and clears the float32 sums of dq and whose turn it is. In
+base 2 and ``delta = rowsum(dout * out) - dlse``, and clears the float32 sums of dq, or whose turn it is. In
 the second a program has CONSUMERS * 64 keys of one (batch, key head), whose dk and dv its consumers keep in
 registers; it walks the tiles of 64 queries that see them, over all query heads of the group, while one warp
 copies by TMA. Each tile's share of dq is added to the sums by TMA. Its product belongs to the consumers, each
@@ -9,7 +9,8 @@ taking half of the columns, or where registers suffice (head dimension 64) to a 
 no consumer ever waits for another. The third kernel scales and rounds dq.
 
 Layouts as in `hopper_forward`; gradients are stored [B, T, H, D]. dk and dv are the same bits for the same
-inputs; dq is too if asked for (see `hopper_backward_order`), or else its sums take their terms as they come.
+inputs; dq is too if asked for or short (see `hopper_backward_order`), or else its sums take their terms as
+they come.
 Left out on purpose, and left to `backward`: ``attn_mask``, sinks, and what `dispatch.unsupported_backward`
 says. Head dimensions above 128 have a kernel of their own in `hopper_backward_shared`, between the same two.
 """
@@ -356,7 +357,7 @@ def attention_backward(
         q_len -= blind
     block_d = next(x for x in HOPPER_BACKWARD_TILES if head_dim <= x)
     tile, shared_keys = HOPPER_BACKWARD_TILES[block_d], block_d > 128
-    ordered = deterministic or (q_len <= tile.IN_ORDER and spans is None)
+    ordered = deterministic or (max(q_len, kv_len) <= tile.IN_ORDER and spans is None)
     assert not (ordered and shared_keys), "its kernel adds up dq in any order"
     rows = ROWS.value
     keys = rows if shared_keys else CONSUMERS.value * rows

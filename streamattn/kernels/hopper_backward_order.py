@@ -1,9 +1,12 @@
 """The order in which the Hopper backward adds up dq, where the same inputs must give the same bits.
 
+So it does too where sequences are so short that this is faster (`tiles.HopperBackwardTile.IN_ORDER`).
+
 The sums of a tile of queries take first the share of the last keys that it sees, and then those of the keys
 before, one program after the other. A counter of each tile in global memory says whose turn it is. Warps of
-their own, the adders, wait for the turn, add by TMA, wait until that is in global memory and pass the turn
-on. They take the tiles by turns, each with a buffer in shared memory, so that nobody else waits for memory.
+their own, the adders, wait for the turn, add by TMA (the first one writes), wait until that is in global
+memory and pass the turn on. They take the tiles by turns, each with a buffer in shared memory, so that nobody
+else waits for memory.
 
 Programs of one head start from the last keys to the first, and each walks its queries from the first on.
 Where queries see no later keys a program so comes to a tile two tiles later than the program before, and

@@ -80,13 +80,9 @@ def skip(k_full, v_full, t, tiles, STAGES: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, first, queries, shape, length, VARIANT: gl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where `pattern.visible` says no.
-
-    queries = (first query, first and end of the keys of its and the others' segment); see `hide_others`.
-    """
+def hide(s, first, i_first, shape, length, VARIANT: gl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where `pattern.visible` says no."""
     _, _, q_len, _, left, right, _ = shape
-    i_first = queries[0]
     L: gl.constexpr = s.type.layout
     p = i_first + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, L)) + (length - q_len)  # [BLOCK_M]
     keys = first + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))  # [BLOCK_N]
@@ -105,7 +101,8 @@ def hide(s, first, queries, shape, length, VARIANT: gl.constexpr):
 def hide_others(s, first, queries, visibility, b):
     """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, -inf where the segments differ.
 
-    Ids are asked for only where they do: most tiles are of one segment.
+    queries = (first query, first and end of the keys of its and the others' segment). Ids are asked for only
+    where a tile has other keys: most tiles are of one segment.
     """
     i_first, same_start, same_stop = queries
     if (first < same_start) | (first + s.shape[1] > same_stop):
@@ -154,7 +151,7 @@ def probabilities(operands, s, m, l, n, MASKED: gl.constexpr, VARIANT: gl.conste
         first = origin + n * BLOCK_N
         if VARIANT.value.HAS_SEGMENTS:
             s = hide_others(s, first, queries, visibility, b)
-        s = hide(s, first, queries, shape, length, VARIANT)
+        s = hide(s, first, queries[0], shape, length, VARIANT)
     p, m, l, factor = online_softmax(s, m, l, scale2, MASKED)
     return s, p, m, l, factor
 
@@ -568,7 +565,7 @@ def attention_forward(
             window_left=window_left,
             window_right=window_right,
             heads_per_group=group_of_heads(
-                k, window_right, num_tiles, heads, multiprocessors, longest_first=has_segments
+                k, window_right, num_tiles, heads, multiprocessors, segments=has_segments
             ),
             scale=scale,
             softcap=softcap,

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from streamattn.kernels.launch import GROUP_BYTES, heads_per_group
+from streamattn.kernels.launch import heads_per_group
 from streamattn.pattern import UNBOUNDED
 
 
@@ -35,21 +35,20 @@ def group_of_heads(
     num_heads: int,
     multiprocessors: int,
     ordered: bool = False,
-    longest_first: bool = False,
+    segments: bool = False,
 ) -> int:
     """How many heads start side by side (see `primitives.schedule`); x is what every item of a head reads.
 
     The last group's longest items take twice as long as an average one, and something has to go on beside
     them: two items for each multiprocessor at least, whatever fits the cache. Where items of one head are
     ordered and wait for one another, few heads have all of them wait, and many read past the cache: as many
-    as fill the multiprocessors once are best at 128 columns, and twice as many at 64.
+    as fill the multiprocessors once are best at 128 columns, and twice as many at 64. With segments items are
+    of any length, masked or not, and the last ones are short.
     """
-    group = heads_per_group(x, window_right)
+    group = heads_per_group(x, 0 if segments else window_right)
     if ordered:
         rounds = 2 if x.shape[-1] <= 64 else 1
         group = max(1, rounds * multiprocessors // num_tiles)
-    elif longest_first:  # each length's items read all keys of the group again, and the last are short
-        group = max(1, GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
-    elif window_right < UNBOUNDED:
+    elif window_right < UNBOUNDED and not segments:
         group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
     return triton.cdiv(num_heads, max(1, num_heads // group))

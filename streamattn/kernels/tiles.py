@@ -186,8 +186,8 @@ class HopperBackwardTile:
             always above head dimension 128.
         REGISTERS: of a thread of these two.
         DQ_REGISTERS: of a thread of that warpgroup, 0 without.
-        IN_ORDER: queries up to which dq is added up in one order though nobody asked for it: nobody clears
-            the sums then, and few keys make few turns to wait for.
+        IN_ORDER: queries and keys up to which dq is added up in one order though nobody asked for it: nobody
+            clears the sums then, and few keys make few turns to wait for.
     """
 
     STAGES: int

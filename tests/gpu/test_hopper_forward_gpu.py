@@ -181,7 +181,7 @@ def test_what_padding_holds_reaches_nothing(feature, causal, head_dim):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("head_dim", [160, 256])
 def test_the_portable_backward_fits_the_forward_of_features(head_dim, feature):
-    """Beyond 128 columns the portable backward takes this out and lse, and drops what was dropped."""
+    """A deterministic one beyond 128 columns: it takes this out and lse, and drops what was dropped."""
     case = Case(
         batch=3, q_heads=4, q_len=500, kv_len=500, head_dim=head_dim, causal=True, **FEATURES[feature]
     )
