@@ -16,7 +16,7 @@ from streamattn.pattern import UNBOUNDED
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from streamattn.kernels import hopper_forward  # noqa: E402
+from streamattn.kernels import hopper_forward, segments  # noqa: E402
 from tests.offline import SHARED_BYTES, Compiled, Launch, compiled  # noqa: E402
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -107,3 +107,22 @@ def test_windows_fit_too(head_dim, q_len, dtype, title, compile_call):
     binary = compile_call(head_dim, q_len, dtype, **CALLS[title])
     assert binary.shared <= SHARED_BYTES["sm_90"]
     assert binary.spills < binary.instructions.total() / 8
+
+
+def test_kernels_of_packed_segments_wait_for_one_another(compile_call, monkeypatch, tmp_path):
+    """Each starts while the one before runs: whoever reads or writes what that one does must wait first."""
+    seen: list[Launch] = []
+
+    def keep(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
+        seen.append(Launch(kernel, {**dict(zip(kernel.arg_names, pointers, strict=False)), **arguments()[1]}))
+
+    main = compile_call(128, 4096, torch.bfloat16, **CALLS["segments"])
+    monkeypatch.setattr(segments, "launch", keep)
+    monkeypatch.setattr(segments, "starts_early", lambda x: True)
+    ids = torch.empty(5, 4096, dtype=torch.int32, device="meta")
+    spans, _, _ = segments.query_spans(ids, ids, UNBOUNDED, 0)
+    segments.longest_first(spans, 4096, 4096, UNBOUNDED, 0, 128, 128)
+    first, second = (compiled(each, "sm_90", tmp_path).instructions for each in seen)
+    assert (first["ACQBULK"], first["PREEXIT"]) == (0, 1)
+    assert (second["ACQBULK"], second["PREEXIT"]) == (1, 1)
+    assert main.instructions["ACQBULK"] == 3  # the producer and two consumers
