@@ -1,5 +1,8 @@
 """Which keys each block of queries may see of packed segments: a light pass before a kernel that must know.
 
+Ids are read once, and of each 64 the least, the greatest and whether there is padding are kept: a block of
+queries looks at these alone. The programs have a warp each, which needs to wait for no other.
+
 Other kernels find out by themselves (`primitives.segment_span`), and each of their programs reads all ids.
 """
 
@@ -18,12 +21,12 @@ from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
-SCAN = 8192  # ids looked at together
-WARPS = 16  # that look at them
+SCAN = 256  # blocks of keys looked at together, by one warp: nothing goes from warp to warp
 REACH = tl.constexpr(128)  # keys of the longest tile
 SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
-RANKED = 16  # items that a program finds places for
+RANKED = 4  # items that a program finds places for
 COMPARED = 128  # with so many others at once
+NO_ID = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -46,10 +49,11 @@ def seen_by_some(keys, theirs, q_segments_ptr, stride_t, q_len, kv_len, left, ri
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def query_spans_kernel(
+def segment_blocks_kernel(
     q_segments_ptr,
     kv_segments_ptr,
-    spans_ptr,
+    q_blocks_ptr,
+    kv_blocks_ptr,
     q_ids_ptr,
     kv_ids_ptr,
     stride_q_segments_b,
@@ -66,84 +70,122 @@ def query_spans_kernel(
     HAS_RIGHT: tl.constexpr,
     PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
-    SCAN: tl.constexpr,
-    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """spans [B, blocks, SPAN], q_ids and kv_ids [B, padded], one block of queries and of keys a program."""
+    """q_blocks and kv_blocks [B, 2, blocks], q_ids and kv_ids [B, padded], a block of both a program."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    num_blocks = tl.cdiv(q_len, BLOCK)
     programs = max(stride_q_ids, stride_kv_ids) // BLOCK  # of a sequence
     b, block = tl.program_id(0) // programs, tl.program_id(0) % programs
-    q_segments_ptr += b.to(tl.int64) * stride_q_segments_b
-    kv_segments_ptr += b.to(tl.int64) * stride_kv_segments_b
-    left = window_left if HAS_LEFT else UNBOUNDED
-    right = window_right if HAS_RIGHT else UNBOUNDED
     i_first = block * BLOCK
     rows = i_first + tl.arange(0, BLOCK)
+    q_segments_ptr += b.to(tl.int64) * stride_q_segments_b
     own = tl.load(q_segments_ptr + rows.to(tl.int64) * stride_q_segments_t, mask=rows < q_len, other=0)
+    own = tl.maximum(own, -1)
     if i_first < stride_q_ids:
-        tl.store(q_ids_ptr + b.to(tl.int64) * stride_q_ids + rows, tl.maximum(own, -1))
+        tl.store(q_ids_ptr + b.to(tl.int64) * stride_q_ids + rows, own)
+    store_block(q_blocks_ptr, own, rows, b, block, q_len, BLOCK)
     if PAIR:
+        kv_segments_ptr += b.to(tl.int64) * stride_kv_segments_b
         theirs = tl.load(
             kv_segments_ptr + rows.to(tl.int64) * stride_kv_segments_t, mask=rows < kv_len, other=0
         )
+        left = window_left if HAS_LEFT else UNBOUNDED
+        right = window_right if HAS_RIGHT else UNBOUNDED
         seen = seen_by_some(
             rows, theirs, q_segments_ptr, stride_q_segments_t, q_len, kv_len, left, right, BLOCK
         )
+        kept = tl.where(seen | (rows >= kv_len), theirs, -1)
         if i_first < stride_kv_ids:
-            kept = tl.where(seen | (rows >= kv_len), theirs, -1)
             tl.store(kv_ids_ptr + b.to(tl.int64) * stride_kv_ids + rows, kept)
+        store_block(kv_blocks_ptr, kept, rows, b, block, kv_len, BLOCK)
+
+
+@triton.jit
+def store_block(blocks_ptr, ids, rows, b, block, length, BLOCK: tl.constexpr):
+    """Of one of blocks [B, 2, blocks], its least and its greatest valid segment; ~ the least with padding.
+
+    ~x is negative, and no block that holds padding passes for one whose segments are all the same.
+    """
+    num_blocks = tl.cdiv(length, BLOCK)
+    low, high = segment_range(tl.where(rows < length, ids, -1))
+    padded = tl.max(((rows < length) & (ids < 0)).to(tl.int32)) > 0
     if block < num_blocks:
-        i_last = min(i_first + BLOCK, q_len) - 1
-        own = tl.where(rows < q_len, own, -1)
-        low, high = segment_range(own)
-        alike = (high >= 0) & (tl.min(tl.where(rows < q_len, own, high)) == high)
-        start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
-        place = i_last + kv_len - q_len
-        # whole tiles are read: keys beside the window may hold padding
-        read_start, read_stop = max(start - REACH, 0), min(stop + REACH, kv_len)
-        none = tl.zeros([LANES], tl.int32)
-        firsts, first_hidden = none + kv_len, none + UNBOUNDED
-        lasts, last_hidden = none, none - UNBOUNDED
-        whole_firsts, whole_lasts = none + start, none + stop
-        for chunk in range(read_start, read_stop, SCAN):
-            # [SCAN / LANES, LANES], of which a thread holds whole columns
-            at = chunk + tl.arange(0, SCAN // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-            ids = tl.load(
-                kv_segments_ptr + at.to(tl.int64) * stride_kv_segments_t, mask=at < read_stop, other=-1
-            )
-            hit = (at >= start) & (at < stop) & (ids >= low) & (ids <= high)  # low is no padding
-            firsts = tl.minimum(firsts, tl.min(tl.where(hit, at, kv_len), 0))
-            lasts = tl.maximum(lasts, tl.max(tl.where(hit, at + 1, 0), 0))
-            hidden = (ids < 0) & (at < read_stop)
-            if PAIR:  # and what nobody may see: the query at its own place at least does not
-                same = at - (kv_len - q_len)
-                same = tl.load(
-                    q_segments_ptr + same.to(tl.int64) * stride_q_segments_t,
-                    mask=(same >= 0) & (same < q_len),
-                    other=-1,
-                )
-                hidden = (ids != same) & (at < read_stop) | hidden
-            first_hidden = tl.minimum(first_hidden, tl.min(tl.where(hidden, at, UNBOUNDED), 0))
-            last_hidden = tl.maximum(last_hidden, tl.max(tl.where(hidden, at, -UNBOUNDED), 0))
-            other = (ids != high) & (at < read_stop)
-            whole_firsts = tl.maximum(whole_firsts, tl.max(tl.where(other & (at <= place), at + 1, 0), 0))
-            whole_lasts = tl.minimum(whole_lasts, tl.min(tl.where(other & (at > place), at, kv_len), 0))
-        first, last = tl.min(firsts), tl.max(lasts)
-        whole_first, whole_last = tl.max(whole_firsts), tl.min(whole_lasts)
-        if not alike:
-            whole_last = 0
-        near = (tl.max(last_hidden) >= first // REACH * REACH) & (
-            tl.min(first_hidden) < tl.cdiv(last, REACH) * REACH
-        )
-        spans_ptr += (b * num_blocks + block) * SPAN
-        tl.store(spans_ptr, first)
-        tl.store(spans_ptr + 1, last)
-        tl.store(spans_ptr + 2, whole_first)
-        tl.store(spans_ptr + 3, whole_last)
-        tl.store(spans_ptr + 4, near.to(tl.int32))
+        blocks_ptr += b * 2 * num_blocks + block
+        tl.store(blocks_ptr, tl.where(padded, ~low, low))
+        tl.store(blocks_ptr + num_blocks, high)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def query_spans_kernel(
+    q_blocks_ptr,
+    kv_blocks_ptr,
+    spans_ptr,
+    q_len,
+    kv_len,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """spans [B, blocks, SPAN], one block of queries a program, from what `segment_blocks_kernel` leaves."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_blocks, num_key_blocks = tl.cdiv(q_len, BLOCK), tl.cdiv(kv_len, BLOCK)
+    b, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    left = window_left if HAS_LEFT else UNBOUNDED
+    right = window_right if HAS_RIGHT else UNBOUNDED
+    i_first = block * BLOCK
+    i_last = min(i_first + BLOCK, q_len) - 1
+    start, stop = kv_span(i_first, i_last, q_len, kv_len, left, right)
+    place = i_last + kv_len - q_len
+    # in blocks of keys: those of the window, those that whole tiles read beside it, which may hold padding,
+    # and the one behind all that end at or before the last query's place
+    window_first, window_end = start // BLOCK, tl.cdiv(stop, BLOCK)
+    read_first, read_end = max(start - REACH, 0) // BLOCK, tl.cdiv(min(stop + REACH, kv_len), BLOCK)
+    middle = (place + 1) // BLOCK
+    q_blocks_ptr += b * 2 * num_blocks + block
+    kv_blocks_ptr += b * 2 * num_key_blocks
+    none = tl.zeros([SCAN], tl.int32)
+    firsts, first_padded, whole_ends = none + UNBOUNDED, none + UNBOUNDED, none + window_end
+    ends, last_padded, whole_firsts = none, none - 1, none + window_first
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    least, high = tl.load(q_blocks_ptr), tl.load(q_blocks_ptr + num_blocks)
+    low = tl.where(least < 0, ~least, least)
+    for chunk in range(read_first, read_end, SCAN):
+        at = chunk + tl.arange(0, SCAN)
+        inside = at < read_end
+        leasts = tl.load(kv_blocks_ptr + at, mask=inside, other=NO_ID)
+        highs = tl.load(kv_blocks_ptr + num_key_blocks + at, mask=inside, other=-1)
+        padded = leasts < 0
+        hit = (tl.where(padded, ~leasts, leasts) <= high) & (highs >= low)
+        hit = hit & (at >= window_first) & (at < window_end)
+        firsts = tl.minimum(firsts, tl.where(hit, at, UNBOUNDED))
+        ends = tl.maximum(ends, tl.where(hit, at + 1, 0))
+        first_padded = tl.minimum(first_padded, tl.where(padded, at, UNBOUNDED))
+        last_padded = tl.maximum(last_padded, tl.where(padded, at, -1))
+        other = ((leasts != high) | (highs != high)) & inside
+        whole_firsts = tl.maximum(whole_firsts, tl.where(other & (at < middle), at + 1, 0))
+        whole_ends = tl.minimum(whole_ends, tl.where(other & (at >= middle), at, UNBOUNDED))
+    end_block = tl.max(ends)
+    some = end_block > 0
+    first = tl.where(some, tl.maximum(tl.min(firsts) * BLOCK, start), kv_len)
+    end = tl.where(some, tl.minimum(end_block * BLOCK, stop), 0)
+    whole_first = tl.maximum(tl.max(whole_firsts) * BLOCK, start)
+    whole_end = tl.where(least == high, tl.minimum(tl.min(whole_ends) * BLOCK, stop), 0)
+    near = (tl.max(last_padded) * BLOCK >= first // REACH * REACH) & (
+        tl.min(first_padded) < tl.cdiv(end, REACH) * (REACH // BLOCK)
+    )
+    spans_ptr += (b * num_blocks + block) * SPAN
+    tl.store(spans_ptr, first)
+    tl.store(spans_ptr + 1, end)
+    tl.store(spans_ptr + 2, whole_first)
+    tl.store(spans_ptr + 3, whole_end)
+    tl.store(spans_ptr + 4, near.to(tl.int32))
 
 
 @triton.jit
@@ -192,7 +234,6 @@ def longest_first_kernel(
     """draws [ORDER + B * items * ITEM], RANKED items of a sequence a program."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     num_items = tl.cdiv(q_len, ROWS)
     programs = tl.cdiv(num_items, RANKED)  # of a sequence
     b, part = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -200,6 +241,12 @@ def longest_first_kernel(
     right = window_right if HAS_RIGHT else UNBOUNDED
     spans_ptr += b * tl.cdiv(q_len, BLOCK) * SPAN
     items = part * RANKED + tl.arange(0, RANKED)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    padded = items * 0
+    for c in tl.static_range(ROWS // BLOCK):
+        at = tl.minimum(items * (ROWS // BLOCK) + c, tl.cdiv(q_len, BLOCK) - 1)
+        padded |= tl.load(spans_ptr + at * SPAN + 4)
     n_start, n_stop = tiles_of_items(spans_ptr, items, q_len, kv_len, left, right, ROWS, BLOCK_N, BLOCK)
     own = n_stop - n_start
     place = tl.zeros([RANKED], tl.int32)
@@ -210,10 +257,6 @@ def longest_first_kernel(
         longer = theirs[None, :] > own[:, None]
         later = (theirs[None, :] == own[:, None]) & (others[None, :] > items[:, None])
         place += tl.sum((longer | later).to(tl.int32), 1)
-    padded = items * 0
-    for c in tl.static_range(ROWS // BLOCK):
-        at = tl.minimum(items * (ROWS // BLOCK) + c, tl.cdiv(q_len, BLOCK) - 1)
-        padded |= tl.load(spans_ptr + at * SPAN + 4)
     row = draws_ptr + ORDER + (b * num_items + place) * ITEM
     tl.store(row, items * ROWS, mask=items < num_items)
     tl.store(row + 1, n_start, mask=items < num_items)
@@ -260,7 +303,7 @@ def longest_first(
             RANKED=RANKED,
             COMPARED=COMPARED,
             DEPENDENT=early,
-            num_warps=4,
+            num_warps=1,
             launch_pdl=early,
         )
 
@@ -284,43 +327,56 @@ def query_spans(
     Returns:
         int32 [B, ceil(Tq / 64), 8]: first and end of the keys that some of the queries may see, (Tk, 0) where
         there is none; first and end of keys whose segment all of the queries have, empty where they differ;
-        whether a tile with one of the first may hold padding.
+        whether a tile with one of the first may hold padding. Firsts and ends are those of whole 64 keys, or
+        of the window.
         int32 [B, Tq rounded up to 768], the queries' ids, and [B, Tk rounded up], the keys': -1 for padding
         and for keys that no query sees; behind the last one anything that is not negative.
     """
     batch, q_len = q_segments.shape
     kv_len = kv_segments.shape[1]
     pair = not _same(q_segments, kv_segments)
-    spans = q_segments.new_empty((batch, -(-q_len // BLOCK), SPAN.value))
+    num_blocks = -(-q_len // BLOCK)
+    spans = q_segments.new_empty((batch, num_blocks, SPAN.value))
     q_ids = q_segments.new_empty((batch, -(-q_len // WHOLE) * WHOLE))
     kv_ids = q_segments.new_empty((batch, -(-kv_len // WHOLE) * WHOLE)) if pair else q_ids
+    q_blocks = q_segments.new_empty((batch, 2, num_blocks))
+    kv_blocks = q_segments.new_empty((batch, 2, -(-kv_len // BLOCK))) if pair else q_blocks
     window_left, window_right = pattern.open_sides(q_len, kv_len, window_left, window_right)
 
-    def arguments() -> tuple[int, dict[str, Any]]:
-        return max(q_ids.numel(), kv_ids.numel()) // BLOCK, dict(
-            stride_q_segments_b=q_segments.stride(0),
-            stride_q_segments_t=q_segments.stride(1),
-            stride_kv_segments_b=kv_segments.stride(0),
-            stride_kv_segments_t=kv_segments.stride(1),
-            stride_q_ids=q_ids.stride(0),
-            stride_kv_ids=kv_ids.stride(0),
+    def shared() -> dict[str, Any]:
+        return dict(
             q_len=q_len,
             kv_len=kv_len,
             window_left=window_left,
             window_right=window_right,
             HAS_LEFT=window_left < pattern.UNBOUNDED,
             HAS_RIGHT=window_right < pattern.UNBOUNDED,
-            PAIR=pair,
             BLOCK=BLOCK,
-            SCAN=SCAN,
-            LANES=min(SCAN, 32 * WARPS),
             DEPENDENT=starts_early(q_segments),
-            num_warps=WARPS,
         )
+
+    def block_arguments() -> tuple[int, dict[str, Any]]:
+        return max(q_ids.numel(), kv_ids.numel()) // BLOCK, dict(
+            **shared(),
+            stride_q_segments_b=q_segments.stride(0),
+            stride_q_segments_t=q_segments.stride(1),
+            stride_kv_segments_b=kv_segments.stride(0),
+            stride_kv_segments_t=kv_segments.stride(1),
+            stride_q_ids=q_ids.stride(0),
+            stride_kv_ids=kv_ids.stride(0),
+            PAIR=pair,
+            num_warps=4 if pair else 1,
+        )
+
+    def span_arguments() -> tuple[int, dict[str, Any]]:
+        options = dict(SCAN=SCAN, num_warps=1, launch_pdl=starts_early(q_segments))
+        return batch * num_blocks, dict(**shared(), **options)
 
     with device_guard(q_segments):
         key = call_key((q_segments, kv_segments), window_left, window_right, pair)
-        launch(query_spans_kernel, key, (q_segments, kv_segments, spans, q_ids, kv_ids), arguments)
+        tensors = (q_segments, kv_segments, q_blocks, kv_blocks, q_ids, kv_ids)
+        launch(segment_blocks_kernel, key, tensors, block_arguments)
+        launch(query_spans_kernel, key, (q_blocks, kv_blocks, spans), span_arguments)
     return spans, q_ids, kv_ids
 
 

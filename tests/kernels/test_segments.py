@@ -20,7 +20,7 @@ WINDOWS = [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (30, 0), (40, 70)]
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCAN", 128)
+    monkeypatch.setattr(module, "SCAN", 2)
 
 
 def drawn(kind: str, size: int) -> Tensor:
@@ -94,9 +94,9 @@ def test_spans_of_documents_are_tight():
     segments = torch.tensor([0] * 100 + [3] * 156 + [4] * 64, dtype=torch.int32)[None]
     spans, _, _ = query_spans(segments, segments, UNBOUNDED, UNBOUNDED)
     assert spans[0, :, :5].tolist() == [
-        [0, 100, 0, 100, 0],
-        [0, 256, 100, 0, 0],
-        *[[100, 256, 100, 256, 0]] * 2,
+        [0, 128, 0, 64, 0],
+        [0, 256, 128, 0, 0],
+        *[[64, 256, 128, 256, 0]] * 2,
         [256, 320, 256, 320, 0],
     ]
 
