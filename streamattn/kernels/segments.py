@@ -116,6 +116,15 @@ def store_block(blocks_ptr, ids, rows, b, block, length, BLOCK: tl.constexpr):
         tl.store(blocks_ptr + num_blocks, high)
 
 
+@triton.jit
+def load_blocks(blocks_ptr, num_blocks, first, end, SCAN: tl.constexpr):
+    """(least, greatest) segments [SCAN] of blocks from `first` on, as `store_block` left them."""
+    at = tl.arange(0, SCAN)
+    inside = at < end - first
+    least = tl.load(blocks_ptr + first + at, mask=inside, other=NO_ID)
+    return least, tl.load(blocks_ptr + (num_blocks + first) + at, mask=inside, other=-1)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_spans_kernel(
     q_blocks_ptr,
@@ -149,36 +158,34 @@ def query_spans_kernel(
     middle = (place + 1) // BLOCK
     q_blocks_ptr += b * 2 * num_blocks + block
     kv_blocks_ptr += b * 2 * num_key_blocks
-    none = tl.zeros([SCAN], tl.int32)
-    firsts, first_padded, whole_ends = none + UNBOUNDED, none + UNBOUNDED, none + window_end
-    ends, last_padded, whole_firsts = none, none - 1, none + window_first
+    first_block, first_padded, whole_end = UNBOUNDED, UNBOUNDED, window_end
+    end_block, last_padded, whole_first = 0, -1, window_first
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+    leasts, highs = load_blocks(kv_blocks_ptr, num_key_blocks, read_first, read_end, SCAN)
+    # behind the first of the keys' blocks, or these would be asked for when this is there
     least, high = tl.load(q_blocks_ptr), tl.load(q_blocks_ptr + num_blocks)
     low = tl.where(least < 0, ~least, least)
     for chunk in range(read_first, read_end, SCAN):
         at = chunk + tl.arange(0, SCAN)
-        inside = at < read_end
-        leasts = tl.load(kv_blocks_ptr + at, mask=inside, other=NO_ID)
-        highs = tl.load(kv_blocks_ptr + num_key_blocks + at, mask=inside, other=-1)
         padded = leasts < 0
         hit = (tl.where(padded, ~leasts, leasts) <= high) & (highs >= low)
         hit = hit & (at >= window_first) & (at < window_end)
-        firsts = tl.minimum(firsts, tl.where(hit, at, UNBOUNDED))
-        ends = tl.maximum(ends, tl.where(hit, at + 1, 0))
-        first_padded = tl.minimum(first_padded, tl.where(padded, at, UNBOUNDED))
-        last_padded = tl.maximum(last_padded, tl.where(padded, at, -1))
-        other = ((leasts != high) | (highs != high)) & inside
-        whole_firsts = tl.maximum(whole_firsts, tl.where(other & (at < middle), at + 1, 0))
-        whole_ends = tl.minimum(whole_ends, tl.where(other & (at >= middle), at, UNBOUNDED))
-    end_block = tl.max(ends)
+        first_block = min(first_block, tl.min(tl.where(hit, at, UNBOUNDED)))
+        end_block = max(end_block, tl.max(tl.where(hit, at + 1, 0)))
+        first_padded = min(first_padded, tl.min(tl.where(padded, at, UNBOUNDED)))
+        last_padded = max(last_padded, tl.max(tl.where(padded, at, -1)))
+        other = ((leasts != high) | (highs != high)) & (at < read_end)
+        whole_first = max(whole_first, tl.max(tl.where(other & (at < middle), at + 1, 0)))
+        whole_end = min(whole_end, tl.min(tl.where(other & (at >= middle), at, UNBOUNDED)))
+        leasts, highs = load_blocks(kv_blocks_ptr, num_key_blocks, chunk + SCAN, read_end, SCAN)
     some = end_block > 0
-    first = tl.where(some, tl.maximum(tl.min(firsts) * BLOCK, start), kv_len)
+    first = tl.where(some, tl.maximum(first_block * BLOCK, start), kv_len)
     end = tl.where(some, tl.minimum(end_block * BLOCK, stop), 0)
-    whole_first = tl.maximum(tl.max(whole_firsts) * BLOCK, start)
-    whole_end = tl.where(least == high, tl.minimum(tl.min(whole_ends) * BLOCK, stop), 0)
-    near = (tl.max(last_padded) * BLOCK >= first // REACH * REACH) & (
-        tl.min(first_padded) < tl.cdiv(end, REACH) * (REACH // BLOCK)
+    whole_first = tl.maximum(whole_first * BLOCK, start)
+    whole_end = tl.where(least == high, tl.minimum(whole_end * BLOCK, stop), 0)
+    near = (last_padded * BLOCK >= first // REACH * REACH) & (
+        first_padded < tl.cdiv(end, REACH) * (REACH // BLOCK)
     )
     spans_ptr += (b * num_blocks + block) * SPAN
     tl.store(spans_ptr, first)
