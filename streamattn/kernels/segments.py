@@ -158,7 +158,7 @@ def query_spans_kernel(
     middle = (place + 1) // BLOCK
     q_blocks_ptr += b * 2 * num_blocks + block
     kv_blocks_ptr += b * 2 * num_key_blocks
-    first_block, first_padded, whole_end = UNBOUNDED, UNBOUNDED, window_end
+    first_block, first_padded, whole_end = num_key_blocks, num_key_blocks, window_end
     end_block, last_padded, whole_first = 0, -1, window_first
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -171,13 +171,13 @@ def query_spans_kernel(
         padded = leasts < 0
         hit = (tl.where(padded, ~leasts, leasts) <= high) & (highs >= low)
         hit = hit & (at >= window_first) & (at < window_end)
-        first_block = min(first_block, tl.min(tl.where(hit, at, UNBOUNDED)))
+        first_block = min(first_block, tl.min(tl.where(hit, at, num_key_blocks)))
         end_block = max(end_block, tl.max(tl.where(hit, at + 1, 0)))
-        first_padded = min(first_padded, tl.min(tl.where(padded, at, UNBOUNDED)))
+        first_padded = min(first_padded, tl.min(tl.where(padded, at, num_key_blocks)))
         last_padded = max(last_padded, tl.max(tl.where(padded, at, -1)))
         other = ((leasts != high) | (highs != high)) & (at < read_end)
         whole_first = max(whole_first, tl.max(tl.where(other & (at < middle), at + 1, 0)))
-        whole_end = min(whole_end, tl.min(tl.where(other & (at >= middle), at, UNBOUNDED)))
+        whole_end = min(whole_end, tl.min(tl.where(other & (at >= middle), at, num_key_blocks)))
         leasts, highs = load_blocks(kv_blocks_ptr, num_key_blocks, chunk + SCAN, read_end, SCAN)
     some = end_block > 0
     first = tl.where(some, tl.maximum(first_block * BLOCK, start), kv_len)

@@ -110,19 +110,27 @@ def test_windows_fit_too(head_dim, q_len, dtype, title, compile_call):
 
 
 def test_kernels_of_packed_segments_wait_for_one_another(compile_call, monkeypatch, tmp_path):
-    """Each starts while the one before runs: whoever reads or writes what that one does must wait first."""
+    """Each says when the next may start, PREEXIT in the machine code, and waits before it reads: ACQBULK."""
     seen: list[Launch] = []
 
     def keep(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
         seen.append(Launch(kernel, {**dict(zip(kernel.arg_names, pointers, strict=False)), **arguments()[1]}))
 
     main = compile_call(128, 4096, torch.bfloat16, **CALLS["segments"])
+    assert main.instructions["ACQBULK"] == 3  # the producer and two consumers
     monkeypatch.setattr(segments, "launch", keep)
     monkeypatch.setattr(segments, "starts_early", lambda x: True)
-    ids = torch.empty(5, 4096, dtype=torch.int32, device="meta")
+    ids = torch.empty(1, 16384, dtype=torch.int32, device="meta")
     spans, _, _ = segments.query_spans(ids, ids, UNBOUNDED, 0)
-    segments.longest_first(spans, 4096, 4096, UNBOUNDED, 0, 128, 128)
-    first, second = (compiled(each, "sm_90", tmp_path).instructions for each in seen)
-    assert (first["ACQBULK"], first["PREEXIT"]) == (0, 1)
-    assert (second["ACQBULK"], second["PREEXIT"]) == (1, 1)
-    assert main.instructions["ACQBULK"] == 3  # the producer and two consumers
+    segments.longest_first(spans, 16384, 16384, UNBOUNDED, 0, 128, 128)
+    assert len(seen) == 3
+    for at, launch in enumerate(seen):
+        binary = compiled(launch, "sm_90", tmp_path)
+        dependent = at > 0
+        assert bool(launch.arguments.get("launch_pdl")) is dependent
+        assert binary.instructions["PREEXIT"] == 1
+        assert binary.instructions["ACQBULK"] == dependent
+        if dependent:
+            assert not {"LDG", "STG"} & set(binary.before_wait), binary.before_wait
+        assert binary.spills == 0
+        assert binary.instructions["BAR"] <= (launch.kernel is segments.longest_first_kernel)

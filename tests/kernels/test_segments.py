@@ -53,7 +53,7 @@ def test_no_seen_key_is_outside_and_no_hidden_one_in_the_whole(kind, size, windo
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 70), (100, 65), (64, 64), (200, 300), (300, 130)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 70), (100, 65), (64, 64), (200, 300), (500, 130)], ids=str)
 @pytest.mark.parametrize("kinds", [("documents", "documents"), ("padded", "padded"), ("random", "documents")])
 def test_pairs(kinds, sizes, window):
     """Queries and keys have segments of their own; a key that no query sees is padding."""
