@@ -109,6 +109,7 @@ def test_only_tiles_beside_padding_are_called_padded():
     assert spans[0, :, 4].tolist() == [0] * 14 + [1] * 2
     spans, _, _ = query_spans(segments, segments, UNBOUNDED, UNBOUNDED)
     assert spans[0, :, 4].tolist() == [0] * 8 + [1] * 8
+    assert spans[0, :, 0].tolist() == [0] * 8 + [512] * 8
 
 
 def test_padding_sees_nothing():
