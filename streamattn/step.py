@@ -9,8 +9,7 @@ autocast's list of operations in float32, dropout with its mask in one byte, and
 in one pass.
 
 Left out on purpose: what the host and the allocator cost (launches, rounding, blocks that are kept unused),
-whatever kernels hold but attention's float32 sums, and that autograd adds some gradients in place, which it
-never does with fake ones: one of tied weights may be counted twice at the end of a backward.
+and whatever kernels hold but attention's float32 sums.
 """
 
 from __future__ import annotations
@@ -127,7 +126,9 @@ class _Counter(TorchDispatchMode):
         fresh = [x for x in made if id(x.untyped_storage()) not in storages]
         for x in fresh:
             self._born(x.untyped_storage())
-        self.step.peak = max(self.step.peak, self.live)
+        summed = func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled()
+        if not summed or args[0]._is_view():  # else autograd sums gradients in place, though never fake ones
+            self.step.peak = max(self.step.peak, self.live)
         names = [argument.name for argument in func._schema.arguments]
         named = dict(zip(names, args, strict=False)) | kwargs
         if "window_left" in named:
@@ -194,7 +195,7 @@ def trace(
         patch_model(model)
         for module in model.modules():
             if gpu and hasattr(module, "_in_one_pass"):  # OLMo-2's, which takes no fake tensor by itself
-                module._in_one_pass = lambda q, k, cos: True
+                module._in_one_pass = lambda *args: True
         if checkpointing:
             # A function mode isn't on while the backward runs: what is computed again there needs its own.
             options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), as_there())}
