@@ -19,18 +19,17 @@ parameter, clipping 12.
 
 Left out on purpose: time of the host (a small model on a fast GPU waits for it), contention of links and
 kernels, operations whose speed is another than a copy's or a large product's (caches, mixed dtypes, odd
-sizes), links between hosts. A step measured on one GPU tells their share: `fit`.
+sizes), links between hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -43,13 +42,14 @@ from streamattn.parallel.functional import choose_mode
 from streamattn.parallel.gather import count_head_groups
 from streamattn.parallel.layout import Layout
 from streamattn.parallel.ulysses import repeats
-from streamattn.pattern import UNBOUNDED, count_pairs
-from streamattn.speeds import Speeds, rows_of
+from streamattn.pattern import count_pairs
+from streamattn.speeds import Speeds
 from streamattn.step import Attention, Operation, Step, trace
 
-MEASUREMENTS = Path(__file__).parents[1] / "docs" / "measurements"
+KERNEL_CSV = Path(__file__).parents[1] / "docs" / "measurements" / "attention_h200.csv"
+"""Attention alone: it has no shares of products and copies."""
 GPU_GIB = {"NVIDIA H100 80GB HBM3": 79.0, "NVIDIA H200": 139.0}
-"""Of GPUs that files name, where none is visible."""
+"""Of the GPUs that kernel CSVs name."""
 BUCKET, FIRST_BUCKET = 25 << 20, 1 << 20
 """Bytes of DDP's buckets."""
 
@@ -69,8 +69,6 @@ class Work:
         dtype: of the products, the name of torch's; float32 is no autocast.
         checkpointing: layers are computed again.
         fsdp: FSDP2 in place of DDP.
-        clips: gradients are clipped, as Trainer does by default.
-        gpu: as `step.trace` takes it.
     """
 
     config: PretrainedConfig
@@ -81,8 +79,6 @@ class Work:
     dtype: str = "bfloat16"
     checkpointing: bool = False
     fsdp: bool = False
-    clips: bool = True
-    gpu: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,7 +102,7 @@ class Split:
         exchange_ms: what context parallelism shows.
         reduce_ms: what averaging gradients, or FSDP2's gathering, shows.
         optimizer_ms: clipping and AdamW.
-        tokens_per_s: over all GPUs.
+        tokens: of a step, over all GPUs.
         assumed: what was not measured; empty: everything was.
     """
 
@@ -121,7 +117,7 @@ class Split:
     exchange_ms: float
     reduce_ms: float
     optimizer_ms: float
-    tokens_per_s: float
+    tokens: int
     assumed: tuple[str, ...]
 
     @property
@@ -129,6 +125,11 @@ class Split:
         """Of a whole step."""
         parts = (self.compute_ms, self.attention_ms, self.exchange_ms, self.reduce_ms, self.optimizer_ms)
         return sum(parts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all GPUs."""
+        return self.tokens / self.step_ms * 1e3
 
 
 class _Sharing:
@@ -190,6 +191,8 @@ class _Sharing:
         pairs = _pairs(seq_len, seq_len, call.window_left, call.window_right) / self.cp
         flops = (10 if call.is_backward else 4) * call.batch * call.num_heads * call.head_dim * pairs
         length = seq_len if self.mode == "ulysses" else self.tokens
+        if self.mode in ("gather", "ring"):
+            notes.append("attention of a part of the queries at the speed of as many keys")
         return flops / speeds.attend(call, dtype, length, notes) * 1e3
 
     def exchange_ms(self, call: Attention, attention_ms: float, speeds: Speeds, notes: list[str]) -> float:
@@ -206,8 +209,8 @@ class _Sharing:
             moved = 2 * shard + 2 * self.kv + (3 * self.kv + shard if call.is_backward else 0)
             first = link("all_gather", self.kv / groups)
             first += link("all_to_all", self.kv / groups) if call.is_backward else 0.0
-            hidden = (groups - 1) * max(0.0, first - attention_ms / groups)
-            shown = first + hidden
+            late = (groups - 1) * max(0.0, first - attention_ms / groups)
+            shown = first + late
         elif self.mode == "ring":
             moved = 2 * shard + (cp - 1) * 3 * queries * 4 / self.itemsize
             wide = link("send_recv", shard * 4 / self.itemsize) if call.is_backward else 0.0
@@ -246,14 +249,13 @@ def _shard_ms(work: Work, step: Step, phases: tuple[float, float], speeds: Speed
     return shown + max(gather[0] + scatter[0], gather[1] + scatter[1] - phases[1])
 
 
-def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
+def predict(work: Work, cp: int, speeds: Speeds) -> Split:
     """One split of a work.
 
     Args:
         work: what is trained.
         cp: GPUs that share a sequence, a divisor of ``work.gpus``.
         speeds: of the machine.
-        scale: of the time of operations but attention, as `fit` finds it.
 
     Raises:
         ValueError: the model can't be built, patched or run.
@@ -272,7 +274,6 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
             sharded=sharded,
             accumulates=accumulates,
             shared=cp > 1,
-            gpu=work.gpu,
         )
     except Exception as error:  # releases differ in what a model raises
         raise ValueError(f"{work.config.model_type}: {one_line(error)}") from error
@@ -285,7 +286,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
     product, copy = speeds.product(work.dtype, notes), speeds.copy(notes)
 
     def ms(operations: Sequence[Operation]) -> float:
-        return scale * sum(max(op.flops / product, op.bytes / copy) for op in operations) * 1e3
+        return sum(max(op.flops / product, op.bytes / copy) for op in operations) * 1e3
 
     attention, exchange = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for call in step.attention:
@@ -295,7 +296,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
     phases = ms(step.forward), ms(step.backward)
     busy = phases[0] + attention[False] + exchange[False], phases[1] + attention[True] + exchange[True]
     count, micro = sum(step.parameters), work.accumulation
-    moved, reduce_ms = 28 + 12 * work.clips, 0.0
+    moved, reduce_ms = 28 + 12, 0.0
     if sharded:
         unsharded = work.torch_dtype.itemsize * (3 * step.layer_parameters + step.outside_parameters)
         fixed, moved = 16 * count // work.gpus + unsharded, moved / work.gpus
@@ -304,7 +305,7 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         fixed = count * (12 + 4 * (work.gpus > 1) + 4 * accumulates)
         if work.gpus > 1:
             reduce_ms = _reduce_ms(work, step, busy[1], speeds, notes)
-    split = Split(
+    return Split(
         dp=work.gpus // cp,
         cp=cp,
         mode=sharing.mode,
@@ -316,126 +317,9 @@ def predict(work: Work, cp: int, speeds: Speeds, scale: float = 1.0) -> Split:
         exchange_ms=micro * sum(exchange.values()),
         reduce_ms=reduce_ms,
         optimizer_ms=moved * count / copy * 1e3,
-        tokens_per_s=0.0,
+        tokens=work.gpus // cp * work.batch * micro * work.seq_len,
         assumed=tuple(dict.fromkeys(notes)),
     )
-    tokens = split.dp * work.batch * micro * work.seq_len
-    return replace(split, tokens_per_s=tokens / split.step_ms * 1e3)
-
-
-class Compared(NamedTuple):
-    """A prediction beside what was measured.
-
-    Attributes:
-        kind: the model's name, or ``attention``.
-        what: in words.
-        gpus: how many.
-        unit: of both.
-        predicted: before any fit.
-        measured: so much.
-        certain: what of the prediction a fit leaves alone.
-        assumed: by the prediction.
-    """
-
-    kind: str
-    what: str
-    gpus: int
-    unit: str
-    predicted: float
-    measured: float
-    certain: float = 0.0
-    assumed: tuple[str, ...] = ()
-
-    def scaled(self, scale: float) -> float:
-        """The prediction after a fit."""
-        return self.certain + scale * (self.predicted - self.certain)
-
-
-def compared(path: str, speeds: Speeds) -> Iterator[Compared]:
-    """A file's rows and their predictions: of ``bench model``, ``e2e``, ``memory`` or ``parallel``.
-
-    Raises:
-        ValueError: another file.
-    """
-    rows = rows_of(path)
-    if "contestant" in rows[0]:
-        for row in rows:
-            timed = (row.get("work", "train"), row.get("mode", "eager")) == ("train", "eager")
-            if row["contestant"] == "streamattn" and timed:
-                yield from _compared_step(row, speeds)
-    elif {"world_size", "mode", "step_ms", "num_heads"} <= rows[0].keys():
-        for row in rows:
-            if row["mode"] not in ("auto", "replicated"):  # auto is one of the others
-                yield _compared_attention(row, speeds)
-    else:
-        raise ValueError(
-            f"{path}: expected a file of bench model, e2e, memory or parallel, got other columns"
-        )
-
-
-def _compared_step(row: dict[str, str], speeds: Speeds) -> Iterator[Compared]:
-    config = configuration(row["shape"])
-    stretch(config, int(row["seq_len"]))
-    config.num_hidden_layers = int(row["layers"] or config.num_hidden_layers)
-    for name in ("attn_pdrop", "attention_dropout", "resid_pdrop", "embd_pdrop"):  # as the benchmarks do
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    batch, dtype, gpu = int(row["batch"]), row["dtype"], row["device"] != "CPU"
-    split = predict(Work(config, int(row["seq_len"]), 1, batch, dtype=dtype, clips=False, gpu=gpu), 1, speeds)
-    what = f"{row['shape']}, {config.num_hidden_layers} layers, {batch} x {row['seq_len']}, {dtype}"
-    for column, unit, predicted in (
-        ("step_median_ms", "ms", split.step_ms),
-        ("peak_mib", "MiB", split.peak / 2**20),
-        ("step_peak_mib", "MiB", split.peak / 2**20),
-        ("held_after_forward_mib", "MiB held", split.held / 2**20),
-    ):
-        if row.get(column):
-            certain, assumed = 0.0, ()
-            if unit == "ms":
-                certain, assumed = split.step_ms - split.compute_ms, split.assumed
-            yield Compared(row["shape"], what, 1, unit, predicted, float(row[column]), certain, assumed)
-
-
-def _compared_attention(row: dict[str, str], speeds: Speeds) -> Compared:
-    names = ("num_heads", "num_kv_heads", "head_dim", "seq_len", "batch", "world_size")
-    heads, kv_heads, head_dim, seq_len, batch, gpus = (int(row[name]) for name in names)
-    sizes = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-    config = PretrainedConfig(**sizes)  # type: ignore[arg-type]
-    cp = 1 if row["mode"] == "alone" else gpus
-    sharing = _Sharing(Work(config, seq_len, gpus, batch, dtype=row["dtype"]), cp, row["mode"])
-    predicted, notes = 0.0, []
-    for is_backward in (False, True):
-        call = Attention(is_backward, batch, heads, head_dim, UNBOUNDED, 0)
-        own = sharing.attention_ms(call, row["dtype"], speeds, notes)
-        predicted += own + sharing.exchange_ms(call, own, speeds, notes)
-    what = f"{row['mode']}, {batch} x {seq_len}, {heads}:{kv_heads} heads of {head_dim}"
-    return Compared("attention", what, cp, "ms", predicted, float(row["step_ms"]), assumed=tuple(notes))
-
-
-def fit(rows: Sequence[Compared], most_gpus: int) -> dict[str, float]:
-    """By kind, the factor with which times on so many GPUs at most add up to what was measured.
-
-    Of a model's step it is that of its operations, attention and optimizer left alone; of attention, of all.
-    """
-    sums: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        if row.unit == "ms" and row.gpus <= most_gpus:
-            predicted, measured = sums.get(row.kind, (0.0, 0.0))
-            sums[row.kind] = predicted + row.predicted - row.certain, measured + row.measured - row.certain
-    return {kind: measured / predicted for kind, (predicted, measured) in sums.items()}
-
-
-def errors(rows: Sequence[Compared], scales: dict[str, float], most_gpus: int) -> Table:
-    """Predicted beside measured, the times after the fit."""
-    shown = Table("what", "GPUs", "unit", "predicted", "measured", "error", "", box=SIMPLE_HEAD)
-    for row in rows:
-        scale = scales.get(row.kind, 1.0) if row.unit == "ms" else 1.0
-        fitted = row.unit == "ms" and row.kind in scales and row.gpus <= most_gpus
-        predicted = row.scaled(scale)
-        words = ["fitted"] * fitted + ["simulated"] * bool(row.assumed)
-        figures = f"{predicted:,.2f}", f"{row.measured:,.2f}", f"{predicted / row.measured - 1.0:+.1%}"
-        shown.add_row(row.what, str(row.gpus), row.unit, *figures, ", ".join(words))
-    return shown
 
 
 def configuration(model: str) -> PretrainedConfig:
@@ -482,9 +366,6 @@ def _memory(device: str | None, given: float | None) -> tuple[float | None, str]
     """Bytes of a GPU, and whose they are."""
     if given is not None:
         return given * 2**30, f"{given:g} GiB, as given"
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        return gpu.total_memory, f"{gpu.total_memory / 2**30:.0f} GiB of this {gpu.name}"
     if device in GPU_GIB:
         return GPU_GIB[device] * 2**30, f"{GPU_GIB[device]:g} GiB of {device}"
     return None, "unknown; --memory-gib says"
@@ -510,15 +391,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the products")
     add("--gradient-checkpointing", action="store_true", help="layers are computed again")
     add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    add("--memory-gib", type=float, help="of a GPU; default: of the one here, or of the kernel CSV's")
-    files = (MEASUREMENTS / "attention_h200.csv", MEASUREMENTS / "comm_h200.csv")
-    kernel, comm = (str(path) if path.is_file() else None for path in files)
-    add("--kernel-csv", default=kernel, metavar="FILE", help="of streamattn bench kernel")
-    add("--comm-csv", default=comm, metavar="FILE", help="of streamattn bench comm")
-    add("--measured", nargs="+", default=[], metavar="FILE", help="of bench model, e2e, memory, parallel")
-    add("--fit-gpus", type=positive, help="fit to what was measured on up to so many GPUs")
-    add("--measured-tokens-per-s", type=float, help="of a fine-tuning run of --cp's split")
-    add("--measured-gib", type=float, help="its peak memory")
+    add("--memory-gib", type=float, help="of a GPU; default: of the kernel CSV's GPU")
+    kernel = str(KERNEL_CSV) if KERNEL_CSV.is_file() else None
+    add("--kernel-csv", default=kernel, metavar="FILE", help="of bench kernel; default: an H200's attention")
+    add("--comm-csv", metavar="FILE", help="of streamattn bench comm; default: speeds of links are assumed")
     return parser.parse_args(argv)
 
 
@@ -546,10 +422,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--cp: expected a divisor of the {gpus} GPUs, got {options.cp}; leave it out for all"
         )
-    speeds = Speeds(options.kernel_csv, options.comm_csv, options.fit_gpus)
-    rows = [row for path in options.measured for row in compared(path, speeds)]
-    scales = {} if options.fit_gpus is None else fit(rows, options.fit_gpus)
-    scale = scales.get(options.plan, 1.0)
+    speeds = Speeds(options.kernel_csv, options.comm_csv)
     config = configuration(options.plan)
     check_causal(config)
     stretched = stretch(config, options.seq)
@@ -563,7 +436,7 @@ def _plan(options: argparse.Namespace) -> int:
         checkpointing=options.gradient_checkpointing,
         fsdp=options.fsdp,
     )
-    found = [predict(work, cp, speeds, scale) for cp in splits]
+    found = [predict(work, cp, speeds) for cp in splits]
     memory, whose = _memory(speeds.device, options.memory_gib)
     notes = [
         f"{options.plan}: {work.batch} x {work.seq_len} tokens a group, {work.accumulation} micro-step(s), "
@@ -571,18 +444,8 @@ def _plan(options: argparse.Namespace) -> int:
         f"speeds: {options.kernel_csv or 'no kernel CSV'}, {options.comm_csv or 'no comm CSV'}",
     ]
     notes += stretched
-    notes += [f"time of compute x {scale:.3f}, fitted"] if scale != 1.0 else []
     for note in dict.fromkeys(note for split in found for note in split.assumed):
         notes.append(f"simulated: {note}")
     console.print(table(found, memory))
     print("\n".join(notes))
-    mine = found[0]
-    what = f"{mine.dp} x {mine.cp} of {options.plan}"
-    if options.measured_tokens_per_s:
-        both = mine.tokens_per_s, options.measured_tokens_per_s
-        rows.append(Compared(options.plan, what, gpus, "tokens/s", *both, assumed=mine.assumed))
-    if options.measured_gib:
-        rows.append(Compared(options.plan, what, gpus, "GiB", mine.peak / 2**30, options.measured_gib))
-    if rows:
-        console.print(errors(rows, scales, options.fit_gpus or 0))
     return int(memory is not None and all(split.peak > memory for split in found))

@@ -52,15 +52,9 @@ class Speeds:
     Args:
         kernel_csv: of ``streamattn bench kernel --passes forward backward``; None: everything is assumed.
         comm_csv: of ``streamattn bench comm``; None: likewise.
-        most_gpus: rows of more processes don't count; None: all do.
     """
 
-    def __init__(
-        self,
-        kernel_csv: str | Path | None = None,
-        comm_csv: str | Path | None = None,
-        most_gpus: int | None = None,
-    ) -> None:
+    def __init__(self, kernel_csv: str | Path | None = None, comm_csv: str | Path | None = None) -> None:
         self.device: str | None = None
         self.attention: dict[tuple[str, str, bool], dict[int, dict[int, float]]] = {}
         self.links: dict[str, dict[int, dict[int, float]]] = {}
@@ -81,12 +75,13 @@ class Speeds:
                 key = row["part"], row["dtype"], row["causal"] == "True"
                 lengths = self.attention.setdefault(key, {}).setdefault(int(row["head_dim"]), {})
                 lengths[int(row["seq_len"])] = float(row["tflops"])
-        rows = rows_of(comm_csv, "operation", "world_size", "megabytes", "bus_gb_s") if comm_csv else []
+        columns = ("operation", "backend", "world_size", "megabytes", "bus_gb_s")
+        rows = rows_of(comm_csv, *columns) if comm_csv else []
         best = "nccl" if any(row["backend"] == "nccl" for row in rows) else "gloo"
         for row in rows:
-            world = int(row["world_size"])
-            if row["backend"] == best and (most_gpus is None or world <= most_gpus):
-                sizes = self.links.setdefault(row["operation"], {}).setdefault(world, {})
+            if row["backend"] == best:
+                worlds = self.links.setdefault(row["operation"], {})
+                sizes = worlds.setdefault(int(row["world_size"]), {})
                 sizes[int(row["megabytes"])] = float(row["bus_gb_s"])
 
     def product(self, dtype: str, notes: list[str]) -> float:
@@ -132,5 +127,10 @@ class Speeds:
             nearest = min(worlds, key=lambda measured: abs(measured - world))
             if nearest != world:
                 notes.append(f"{operation} of {world} GPUs at the bus bandwidth of {nearest}")
-            speed = interpolated(worlds[nearest], size / 1e6)
+            sizes, megabytes = worlds[nearest], size / 1e6
+            end = min(max(megabytes, min(sizes)), max(sizes))
+            if end != megabytes:
+                than = "less" if megabytes < end else "more"
+                notes.append(f"{operation} of {than} than {end} MB at the bus bandwidth of {end} MB")
+            speed = interpolated(sizes, megabytes)
         return factor * size / speed / 1e6

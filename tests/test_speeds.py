@@ -119,15 +119,21 @@ def test_a_collective_takes_what_was_measured(tmp_path: Path, operation: str, wo
     assert notes == []
 
 
-def test_other_numbers_of_gpus_are_said_and_can_be_left_out(tmp_path: Path) -> None:
-    times = {("all_gather", 2, 64): 1.0, ("all_gather", 8, 64): 5.0}
-    path = comm_csv(tmp_path / "c.csv", times)
-    notes: list[str] = []
-    assert Speeds(None, path).link_ms("all_gather", 8, 64e6, notes) == pytest.approx(5.0, rel=1e-3)
+def test_other_numbers_of_gpus_and_sizes_beyond_are_said(tmp_path: Path) -> None:
+    times = {("all_gather", 2, 8): 0.5, ("all_gather", 2, 64): 1.0}
+    speeds, notes = Speeds(None, comm_csv(tmp_path / "c.csv", times)), []
+    for megabytes in (8, 30, 64):
+        speeds.link_ms("all_gather", 2, megabytes * 1e6, notes)
     assert notes == []
     # 7/8 of the bytes over the link that carried 1/2 of them in 1 ms
-    assert Speeds(None, path, 4).link_ms("all_gather", 8, 64e6, notes) == pytest.approx(1.75, rel=1e-3)
-    assert notes == ["all_gather of 8 GPUs at the bus bandwidth of 2"]
+    assert speeds.link_ms("all_gather", 8, 64e6, notes) == pytest.approx(1.75, rel=1e-3)
+    assert speeds.link_ms("all_gather", 2, 2e9, notes) == pytest.approx(2000 / 64, rel=1e-3)
+    assert speeds.link_ms("all_gather", 2, 4e6, notes) == pytest.approx(0.25, rel=1e-3)
+    assert notes == [
+        "all_gather of 8 GPUs at the bus bandwidth of 2",
+        "all_gather of more than 64 MB at the bus bandwidth of 64 MB",
+        "all_gather of less than 8 MB at the bus bandwidth of 8 MB",
+    ]
 
 
 def test_nccl_goes_before_gloo(tmp_path: Path) -> None:
@@ -143,6 +149,11 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     path = comm_csv(tmp_path / "c.csv", {("all_reduce", 2, 8): 9.0})
     with pytest.raises(ValueError, match="got none named provider, dtype"):
         Speeds(path)
+    (tmp_path / "other.csv").write_text(
+        "operation,world_size,megabytes,bus_gb_s\nx,2,8,1\n", encoding="utf-8"
+    )
+    with pytest.raises(ValueError, match="got none named backend;"):
+        Speeds(None, tmp_path / "other.csv")
     (tmp_path / "empty.csv").write_text("operation,backend\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"expected rows with figures .* got none;"):
         rows_of(tmp_path / "empty.csv", "operation")
