@@ -9,7 +9,7 @@ Memory of a GPU, the most that PyTorch's allocator holds: float32 weights and Ad
 parameter; with several processes DDP's buckets, 4 more (accelerate leaves gradient_as_bucket_view off); and
 the step's peak, in which the gradients are. With FSDP2 weights, moments and gradients are shared out, 16 / N,
 and beside them a GPU holds, in the dtype of the products, three layers (one at work, one on its way, one of
-gradients) and what belongs to no layer.
+gradients) and what belongs to no layer. With several micro-steps gradients are whole, in that dtype.
 
 Time of a step: an operation takes what its products or its bytes need, whichever is more; attention its FLOPs
 (4 * head_dim a visible pair forward, 10 backward) at the measured speed. Exchanges of a context parallel mode
@@ -237,7 +237,7 @@ def _reduce_ms(work: Work, step: Step, backward_ms: float, speeds: Speeds, notes
 
 
 def _shard_ms(work: Work, step: Step, phases: tuple[float, float], speeds: Speeds, notes: list[str]) -> float:
-    """What FSDP2's gathering of weights, and scattering of gradients, shows in one micro-step."""
+    """What FSDP2's gathering of weights shows, and scattering of gradients in the last micro-step."""
     size, layer = (n * work.torch_dtype.itemsize for n in (sum(step.parameters), step.layer_parameters))
 
     def both(operation: str) -> tuple[float, float]:
@@ -245,8 +245,9 @@ def _shard_ms(work: Work, step: Step, phases: tuple[float, float], speeds: Speed
         return one, one * size / layer
 
     gather, scatter = both("all_gather"), both("reduce_scatter")
-    shown = max(gather[0], gather[1] - phases[0])
-    return shown + max(gather[0] + scatter[0], gather[1] + scatter[1] - phases[1])
+    forward, backward = (max(gather[0], gather[1] - phase) for phase in phases)
+    last = max(gather[0] + scatter[0], gather[1] + scatter[1] - phases[1])
+    return work.accumulation * forward + (work.accumulation - 1) * backward + last
 
 
 def predict(work: Work, cp: int, speeds: Speeds) -> Split:
@@ -296,11 +297,12 @@ def predict(work: Work, cp: int, speeds: Speeds) -> Split:
     phases = ms(step.forward), ms(step.backward)
     busy = phases[0] + attention[False] + exchange[False], phases[1] + attention[True] + exchange[True]
     count, micro = sum(step.parameters), work.accumulation
-    moved, reduce_ms = 28 + 12, 0.0
+    moved, reduce_ms = 28 + 12, 0.0  # AdamW's bytes of a parameter, and clipping's
     if sharded:
-        unsharded = work.torch_dtype.itemsize * (3 * step.layer_parameters + step.outside_parameters)
-        fixed, moved = 16 * count // work.gpus + unsharded, moved / work.gpus
-        reduce_ms = micro * _shard_ms(work, step, busy, speeds, notes)
+        whole = 3 * step.layer_parameters + step.outside_parameters + accumulates * count
+        shares = 12 + 4 * (not accumulates)
+        fixed, moved = shares * count // work.gpus + work.torch_dtype.itemsize * whole, moved / work.gpus
+        reduce_ms = _shard_ms(work, step, busy, speeds, notes)
     else:
         fixed = count * (12 + 4 * (work.gpus > 1) + 4 * accumulates)
         if work.gpus > 1:
