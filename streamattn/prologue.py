@@ -52,8 +52,9 @@ def _served_by_kernel(
     return q.numel() > 0 and width <= _MAX_WIDTH and unavailable(Backend.TRITON, q.device) is None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _wide(x: Tensor, beside: torch.dtype = torch.float32) -> Tensor:
+    """x in float32 or more, whatever it and what it meets need."""
+    return x.to(torch.promote_types(torch.promote_types(x.dtype, beside), torch.float32))
 
 
 def _turned(x: Tensor, interleaved: bool) -> Tensor:
@@ -82,7 +83,7 @@ def _plain_forward(
     if round_before_weight:
         wide = wide.to(x.dtype)
     if weight_offset:
-        weight = weight_offset + _wide(weight)
+        weight = weight_offset + _wide(weight, x.dtype)
     normed = (weight * wide).to(x.dtype)
     normed = normed.unflatten(2, (-1, head_dim)) if over_all else normed
     part, rest = normed.split([cos.shape[2], head_dim - cos.shape[2]], dim=-1)
@@ -115,7 +116,7 @@ def _plain_backward(
     factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     wide = wide * factor
     dweight = (grad * wide).flatten(0, -2).sum(0)
-    grad = grad * (weight_offset + _wide(weight))
+    grad = grad * (weight_offset + _wide(weight, x.dtype))
     grad = factor * (grad - wide * (grad * wide).mean(-1, keepdim=True))
     return grad.reshape(x.shape).to(x.dtype), dweight.to(weight.dtype)
 
@@ -237,6 +238,11 @@ def _check(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, head_dim: int
 ) -> None:
     """Raises unless the tensors of a call fit each other; see `qk_norm_rope`."""
+    for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}; torch.ones for a norm without")
+    if not isinstance(head_dim, int):
+        raise TypeError(f"head_dim must be an int, got {head_dim!r} of {type(head_dim).__name__}")
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
     if not (q.dim() == k.dim() == 3 and q.shape[:2] == k.shape[:2]):
         raise ValueError(f"q and k must be [B, T, heads * head_dim], got {shapes}; leave the heads unsplit")

@@ -37,6 +37,7 @@ OTHERS = [
     "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT",
     "void at::native::cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>",
     "triton_red_fused__log_softmax_nll_loss_forward_1",
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, true, false>",
     "aten::_log_softmax",
     "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8>",
     "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>",

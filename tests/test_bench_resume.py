@@ -96,6 +96,17 @@ def test_columns_without_the_end_of_their_line(tmp_path: Path) -> None:
     assert path.read_text() == "a,b\n1,2"
 
 
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n", "é\n".encode("utf-16"), b"a" * 200_000 + b"\n"], ids=range(3)
+)
+def test_a_file_of_another_kind_is_left_alone(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(content)
+    with pytest.raises(Mismatch, match="name another file"), appended(str(path), Row):
+        pass
+    assert path.read_bytes() == content
+
+
 def test_what_a_file_holds(tmp_path: Path) -> None:
     path = str(tmp_path / "x.csv")
     with appended(path, Row) as write:

@@ -67,6 +67,17 @@ def test_the_eager_steps_are_those_of_the_models(dtype):
         assert all(map(torch.equal, ours(case, q, k, q_weight, k_weight, cos, sin), want))
 
 
+def test_a_weight_in_float32_loses_nothing_of_float64():
+    """What is added to it is formed in float64 too."""
+    q, angles = torch.randn(1, 3, 8, dtype=torch.float64), torch.randn(1, 3, 8, dtype=torch.float64)
+    weight = torch.randn(8)
+    got = [
+        qk_norm_rope(q, q, x, x, angles.cos(), angles.sin(), head_dim=8, weight_offset=1 / 3)[0]
+        for x in (weight, weight.double())
+    ]
+    assert torch.equal(*got)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(name):
     trained, angles, _ = CASES[name].build(torch.float64)
@@ -190,6 +201,8 @@ def test_autocast_changes_nothing():
         ({"k": torch.zeros(2, 6, 64)}, ValueError, r"q and k must be \[B, T, heads \* head_dim\]"),
         ({"head_dim": 24}, ValueError, "whole heads of head_dim=24"),
         ({"head_dim": 0}, ValueError, "whole heads of head_dim=0"),
+        ({"head_dim": 16.0}, TypeError, "head_dim must be an int, got 16.0 of float"),
+        ({"q_weight": None}, TypeError, "q_weight must be a tensor, got NoneType"),
         ({"k": torch.zeros(2, 7, 64, dtype=torch.float64)}, TypeError, "one floating dtype"),
         ({"k_weight": torch.ones(64, dtype=torch.int64)}, TypeError, "must be floating"),
         ({"cos": torch.zeros(7, 16), "sin": torch.zeros(7, 16)}, ValueError, r"cos and sin must be \[B or 1"),

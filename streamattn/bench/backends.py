@@ -32,7 +32,7 @@ FUSED = {
 """Backends and the names of their kernels; the first that matches counts, for FA4's look like FA2's too."""
 UNFUSED = {
     "reference": r"^streamattn::attention_",
-    "math": r"(?<!log)(?<!log_)softmax(?!.*logsoftmax)",
+    "math": r"(?<!log)(?<!log_)softmax(?!.*logsoftmax)(?!_warp_\w+<[^>]*\d, true,)",
 }
 """The same where no kernel is of a fused one: ours on the CPU, and scores that are written out.
 

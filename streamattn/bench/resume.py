@@ -112,7 +112,7 @@ def rows_in(path: str, row: type) -> list[dict[str, str]]:
     A last row without the end of its line was cut while it was written, and counts as not measured.
 
     Raises:
-        Mismatch: its columns are not those of ``row``.
+        Mismatch: its columns are not those of ``row``, or it is no CSV.
     """
     columns = [field.name for field in fields(row)]
     try:
@@ -123,6 +123,8 @@ def rows_in(path: str, row: type) -> list[dict[str, str]]:
             rows = list(reader)
     except FileNotFoundError:
         return []
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Mismatch(f"{path} is no CSV that a benchmark wrote ({error}); name another file") from error
     return rows if _whole(Path(path).read_bytes()) else rows[:-1]
 
 
