@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from streamattn.kernels.hopper_backward_warps import CONSUMERS, ROWS, tile_at, work
 from streamattn.kernels.hopper_primitives import add_out, await_turn, copy_out, pass_on
 from streamattn.kernels.launch import UNSPECIALIZED
-from streamattn.kernels.primitives import q_span
+from streamattn.kernels.primitives import SPAN, q_span
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -63,7 +63,7 @@ def hopper_bwd_ranks_kernel(
         low, high = tl.zeros([32], tl.int32) + q_len, tl.zeros([32], tl.int32)
         for c in tl.static_range(CONSUMERS):
             block = tl.minimum(tile * CONSUMERS + c, blocks - 1)
-            at = spans_ptr + (b * blocks + block) * 8
+            at = spans_ptr + (b * blocks + block) * SPAN
             low = tl.minimum(low, tl.load(at, mask=tile >= 0, other=0))
             high = tl.maximum(high, tl.load(at + 1, mask=tile >= 0, other=0))
         start, stop = tl.maximum(start, low), tl.minimum(stop, high)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from streamattn.kernels.hopper_primitives import FIRST_BARRIER, await_kernel_before, await_release, copy_in
-from streamattn.kernels.primitives import ITEM, ORDER, kv_span, schedule
+from streamattn.kernels.primitives import ITEM, ORDER, SPAN, kv_span, schedule
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def row_of_spans(visibility, b, q_len, i_first):
     spans_ptr = visibility[2][0]
     blocks = gl.cdiv(q_len, 64)
     block = gl.minimum(i_first // 64, blocks - 1)
-    return spans_ptr + (b * blocks + block) * 8
+    return spans_ptr + (b * blocks + block) * SPAN
 
 
 @gluon.jit

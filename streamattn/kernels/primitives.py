@@ -21,6 +21,7 @@ BOOL_MASK = tl.constexpr(pattern.BOOL_MASK)
 # all are visible, and the other edge
 INSIDE = tl.constexpr(1)
 SCAN = tl.constexpr(1024)  # segment ids that are searched at once
+SPAN = tl.constexpr(8)  # numbers of a row of `segments.query_spans`, three of them unused: whole sectors
 ORDER = tl.constexpr(4)  # where the order of work items begins, behind their counter: at whole 16 bytes
 ITEM = tl.constexpr(4)  # numbers of a work item there
 HALF_TF32_BIT = tl.constexpr(0.00034)  # of a float32; from 0.35 to 0.7 of that bit

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from streamattn import pattern
 from streamattn.kernels.launch import UNSPECIALIZED, call_key, device_guard, launch, starts_early
-from streamattn.kernels.primitives import ITEM, ORDER, UNBOUNDED, kv_span, segment_range, visible
+from streamattn.kernels.primitives import ITEM, ORDER, SPAN, UNBOUNDED, kv_span, segment_range, visible
 from streamattn.kernels.tiles import HOPPER_BLOCK_M
 
 BLOCK = HOPPER_BLOCK_M  # queries of a row of spans
 WHOLE = 768  # ids are read in whole tiles of 128 keys, and 192 or 256 queries
 SCAN = 256  # blocks of keys looked at together, by one warp: nothing goes from warp to warp
 REACH = tl.constexpr(128)  # keys of the longest tile
-SPAN = tl.constexpr(8)  # numbers of a row of spans, three of them unused: whole sectors of memory
 RANKED = 4  # items that a program finds places for
 COMPARED = 128  # with so many others at once
 NO_ID = tl.constexpr(2147483647)
