@@ -143,6 +143,56 @@ def test_nccl_goes_before_gloo(tmp_path: Path) -> None:
     assert Speeds(None, path).link_ms("all_reduce", 2, 8e6, []) == pytest.approx(1.0, rel=1e-3)
 
 
+def test_a_file_is_of_one_device_and_its_last_row_counts(tmp_path: Path) -> None:
+    rows = [dict(tflops=speed) for speed in (9.0, 7.0)]
+    speeds = Speeds(kernel_csv(tmp_path / "k.csv", rows))
+    assert speeds.attend(call(), "bfloat16", 1024, []) == 7e12
+    mixed = kernel_csv(tmp_path / "k.csv", [*rows, dict(device="NVIDIA L4")])
+    with pytest.raises(
+        ValueError, match=r"k.csv: expected rows of one device, got 'NVIDIA H200', 'NVIDIA L4';"
+    ):
+        Speeds(mixed)
+    lines = ["device,operation,backend,world_size,megabytes,bus_gb_s", "CPU,all_reduce,gloo,2,8,1"]
+    lines += [f"{device},all_reduce,nccl,2,8,100" for device in ("A", "B")]
+    (tmp_path / "c.csv").write_text("\n".join(lines[:3]), encoding="utf-8")
+    assert Speeds(None, tmp_path / "c.csv").links == {"all_reduce": {2: {8: 100.0}}}  # of NCCL alone
+    (tmp_path / "c.csv").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"c.csv: expected rows of one device, got 'A', 'B';"):
+        Speeds(None, tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "wanted"),
+    [
+        ("tflops", "", "a number above 0"),
+        ("tflops", "nan", "a number above 0"),
+        ("seq_len", "1024.0", "a whole number above 0"),
+        ("dropout_p", "none", "a number of 0 or more"),
+        ("peak_share", "half", "a number of 0 or more"),
+    ],
+)
+def test_bad_cells_are_named(column: str, cell: str, wanted: str, tmp_path: Path) -> None:
+    path = kernel_csv(tmp_path / "k.csv", [{}, {column: cell}])
+    with pytest.raises(ValueError, match=f"k.csv, line 3, column {column}: expected {wanted}, got '{cell}'"):
+        Speeds(path)
+
+
+@pytest.mark.parametrize("cell", ["0", "-3", "inf", ""])
+def test_links_without_a_speed_are_named(cell: str, tmp_path: Path) -> None:
+    text = f"operation,backend,world_size,megabytes,bus_gb_s\nall_reduce,nccl,2,8,{cell}\n"
+    (tmp_path / "c.csv").write_text(text, encoding="utf-8")
+    wanted = f"c.csv, line 2, column bus_gb_s: expected a number above 0, got '{cell}'"
+    with pytest.raises(ValueError, match=wanted):
+        Speeds(None, tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"a\n" + b"x" * 200_000], ids=["png", "long"])
+def test_what_is_no_csv_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "k.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=r"k.csv, line \d: expected the CSV file that a benchmark wrote: ."):
+        Speeds(tmp_path / "k.csv")
+
+
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"can't read '.*gone.csv': No such file"):
         Speeds(tmp_path / "gone.csv")
