@@ -25,8 +25,10 @@ sizes), links between hosts.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,6 +54,8 @@ GPU_GIB = {"NVIDIA H100 80GB HBM3": 79.0, "NVIDIA H200": 139.0}
 """Of the GPUs that kernel CSVs name."""
 BUCKET, FIRST_BUCKET = 25 << 20, 1 << 20
 """Bytes of DDP's buckets."""
+MIN_TOKENS = 2 * 64
+"""That a GPU of a context parallel group is planned with: two tiles, one from each end of a sequence."""
 
 _pairs = cache(count_pairs)
 
@@ -144,11 +148,14 @@ class _Sharing:
     def __init__(self, work: Work, cp: int, mode: str = "auto") -> None:
         config, dtype = work.config, work.torch_dtype
         heads = getattr(config, "num_attention_heads", None)
-        if not isinstance(heads, int):
+        if not isinstance(heads, int) or heads < 1:
             raise ValueError(
-                f"expected a model with num_attention_heads, {config.model_type} has none; take another"
+                f"expected a model with num_attention_heads of 1 or more, got {heads}; take another"
             )
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads = getattr(config, "num_key_value_heads", heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_key_value_heads: expected a divisor of the {heads} heads, got {kv_heads}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.layout = layout = Layout(0, cp, work.seq_len)
         self.tokens = layout.length if cp > 1 else work.seq_len
@@ -262,9 +269,9 @@ def predict(work: Work, cp: int, speeds: Speeds) -> Split:
         ValueError: the model can't be built, patched or run.
     """
     notes: list[str] = []
-    sharing = _Sharing(work, cp)
     sharded, accumulates = work.fsdp and work.gpus > 1, work.accumulation > 1
     try:
+        sharing = _Sharing(work, cp)
         step = trace(
             work.config,
             work.batch,
@@ -375,9 +382,16 @@ def _memory(device: str | None, given: float | None) -> tuple[float | None, str]
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     def positive(text: str) -> int:
-        if not text.isdigit() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+        # Tensors' sizes have 63 bits; isdigit alone takes what int() refuses, as superscripts.
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+            raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 999999999, got {text!r}")
         return int(text)
+
+    def size(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < float(text) < math.inf:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
     parser = argparse.ArgumentParser(
         prog="streamattn info",
@@ -393,7 +407,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the products")
     add("--gradient-checkpointing", action="store_true", help="layers are computed again")
     add("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    add("--memory-gib", type=float, help="of a GPU; default: of the kernel CSV's GPU")
+    add("--memory-gib", type=size, help="of a GPU; default: of the kernel CSV's GPU")
     kernel = str(KERNEL_CSV) if KERNEL_CSV.is_file() else None
     add("--kernel-csv", default=kernel, metavar="FILE", help="of bench kernel; default: an H200's attention")
     add("--comm-csv", metavar="FILE", help="of streamattn bench comm; default: speeds of links are assumed")
@@ -419,11 +433,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     console, gpus = Console(width=140), options.gpus
-    splits = [cp for cp in range(1, gpus + 1) if gpus % cp == 0 and options.cp in (None, cp)]
-    if not splits:
+    most = max(1, options.seq // MIN_TOKENS)
+    if options.cp and (gpus % options.cp or options.cp > most):
         raise ValueError(
-            f"--cp: expected a divisor of the {gpus} GPUs, got {options.cp}; leave it out for all"
+            f"--cp: expected a divisor of the {gpus} GPUs that leaves each at least {MIN_TOKENS} of "
+            f"the {options.seq} tokens, got {options.cp}; leave it out for all"
         )
+    splits = [options.cp] if options.cp else [cp for cp in range(1, min(gpus, most) + 1) if gpus % cp == 0]
     speeds = Speeds(options.kernel_csv, options.comm_csv)
     config = configuration(options.plan)
     check_causal(config)
@@ -442,10 +458,13 @@ def _plan(options: argparse.Namespace) -> int:
     memory, whose = _memory(speeds.device, options.memory_gib)
     notes = [
         f"{options.plan}: {work.batch} x {work.seq_len} tokens a group, {work.accumulation} micro-step(s), "
-        f"{work.dtype}, {'FSDP2' if work.fsdp else 'DDP'}; memory: {whose}, less CUDA's context",
+        f"{work.dtype}, {'FSDP2' if work.fsdp else 'DDP'}",
+        f"memory of a GPU: {whose}; CUDA's context, which takes some of it, is in no number here",
         f"speeds: {options.kernel_csv or 'no kernel CSV'}, {options.comm_csv or 'no comm CSV'}",
     ]
     notes += stretched
+    if gpus > most and not options.cp:
+        notes.append(f"left out: splits that leave a GPU fewer than {MIN_TOKENS} tokens of a sequence")
     for note in dict.fromkeys(note for split in found for note in split.assumed):
         notes.append(f"simulated: {note}")
     console.print(table(found, memory))
