@@ -37,6 +37,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """
     if list(argv) in (["-h"], ["--help"]):
         print("usage: streamattn info [--plan MODEL --seq S --gpus N ...]")
+        print("`streamattn info --plan MODEL --help` lists the rest of a plan's options")
         return 0
     if any(word.split("=")[0] == "--plan" for word in argv):
         return import_module("streamattn.plan").main(argv)

@@ -64,17 +64,23 @@ def test_it_works_without_triton_and_transformers() -> None:
     assert "backends" in done.stdout
 
 
+HELP = (
+    "usage: streamattn info [--plan MODEL --seq S --gpus N ...]\n"
+    "`streamattn info --plan MODEL --help` lists the rest of a plan's options\n"
+)
+
+
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main([word]) == 0
-    assert capsys.readouterr().out == "usage: streamattn info [--plan MODEL --seq S --gpus N ...]\n"
+    assert capsys.readouterr().out == HELP
 
 
 def test_the_module_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["info", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(info.__file__, run_name="__main__")
-    assert capsys.readouterr().out == "usage: streamattn info [--plan MODEL --seq S --gpus N ...]\n"
+    assert capsys.readouterr().out == HELP
 
 
 def test_it_takes_no_arguments() -> None:
