@@ -174,11 +174,10 @@ def name_backends(case: Case, entries: Iterable[Entry], inputs: Inputs, device: 
         if entry.work is None:
             continue
         provider, predicted = entry.provider, None
-        with recording(device) as names, suppress(Exception):  # the figures are taken, and worth more
-            if provider.backend is not None:
-                predicted = provider.backend(case, *inputs[:3], entry.part != "forward")
-            with provider.around():
-                entry.work()
+        if provider.backend is not None:
+            predicted = provider.backend(case, *inputs[:3], entry.part != "forward")
+        with provider.around(), recording(device) as names, suppress(torch.OutOfMemoryError):
+            entry.work()
         try:
             entry.backend = served(names, predicted, provider.named) or entry.name
         except Unsupported as error:

@@ -49,7 +49,7 @@ PARTS = ("scores", "softmax", "values")
 RANGES = (*PHASES, "step", *PARTS)
 CLASSES = {
     "attention": r"query_spans|segment_blocks|longest_first|decode_|flash|fmha|attention|sdpa|attn"
-    r"|_fwd_kernel|_bwd_kernel|hopper",
+    r"|_fwd_kernel|_bwd_kernel|hopper|qk_prologue",
     "loss": r"nll_loss|log_?softmax|cross_entropy",
     "softmax": r"softmax",
     "matmul": r"gemm|matmul|nvjet|cutlass|::(add|b|add_b)?mm\b|::linear|::matmul|xmma",
