@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from streamattn.dispatch import BACKEND_NAMES, MAX_DECODE_QUERIES
-from streamattn.ops import attention_forward, kind_of_call
+from streamattn.kinds import kind_of_call
+from streamattn.ops import attention_forward, repeat_attention
 from streamattn.pattern import UNBOUNDED
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -512,8 +513,8 @@ def attention(
     kind = None
     if attn_mask is segment_ids is kv_lengths is block_table is sinks is None and dropout_p == 0.0:
         kind = kind_of_call(q, k, v, scale, window_left, window_right, softcap, backend)
-        if kind is not None and kind.again is not None:
-            out, lse = kind.again(q, k, v)
+        if kind is not None and kind.options:
+            out, lse = repeat_attention(q, k, v, deterministic, kind)
             return (out, lse) if return_lse else out
 
     rank, arguments = resolve_call(

@@ -17,24 +17,15 @@ float64 for float64 inputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
-from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-from torch.nn import Parameter
 
-from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend, Masks, choose, unsupported_backward
-from streamattn.pattern import open_sides
-
-_GUARDS: Any
-try:
-    from torch._C._dynamo.guards import TensorGuards as _GUARDS
-except ImportError:  # no kinds then: each call goes through all of its checks
-    _GUARDS = None
+from streamattn.dispatch import Backend, Masks, choose, unsupported_backward
+from streamattn.kinds import Kind, empty_strided_cuda, plain_call
 
 OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
@@ -46,34 +37,7 @@ ONCE = (
     "attention is differentiable once; for a second derivative write it with matmul and softmax, "
     "or take torch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
 )
-_MAX_KINDS, _MAX_ALIKE = 4096, 16
 _BACKENDS = {backend.value: backend for backend in Backend}
-_PLAIN = (Tensor, Parameter)
-# set for the thread while torch.autograd batches gradients by itself, as is_grads_batched does
-_BATCHING = torch._C._dispatch_key_parse("VmapMode")
-
-
-class Kind:
-    """Calls that the checks, the choice of a backend and the launch can't tell apart; see `kind_of_call`.
-
-    Attributes:
-        guards: tell whether q, k and v are of this kind, by their classes, dispatch keys, dtypes, devices,
-            `requires_grad`, sizes and strides, but for the number of keys and the strides that grow with it.
-        again: serves one more, ``(q, k, v) -> (out, lse)``, once the kernel has served one.
-    """
-
-    __slots__ = ("again", "guards")
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The kind of a call on these tensors."""
-        sizes = [list(q.shape), *([*x.shape[:2], None, x.shape[3]] for x in (k, v))]
-        strides = [list(q.stride()), *([None, None, *x.stride()[2:]] for x in (k, v))]
-        self.guards = _GUARDS(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self.again: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-
-
-KINDS: dict[Hashable, list[Kind]] = {}
-"""Kinds of calls that were seen, by what their guards don't tell."""
 
 _library = torch.library.Library("streamattn", "DEF")
 _library.define(
@@ -132,25 +96,31 @@ def run_forward(
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks, block_table)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
+    options = (scale, window_left, window_right, softcap, dropout_p)
+    if kind is not None:
+        kind.options = (None,) * 6 + (*options, backend)
     if chosen is Backend.HOPPER:
-        options = (scale, window_left, window_right, softcap, dropout_p)
         if q_segments is None or kv_segments is None:
-            return forward(q, k, v, None, None, None, kv_lengths, seed, *options)
+            made = forward(q, k, v, None, None, None, kv_lengths, seed, *options)
+            if kind is not None:
+                from streamattn.kernels.hopper_repeat import repeat_attention_forward
+
+                kind.by_address = repeat_attention_forward(q, k, v, *options)
+            return made
         from streamattn.kernels.segments import query_spans
 
         spans = query_spans(q_segments, kv_segments, window_left, window_right)
         return forward(q, k, v, *spans, None, seed, *options)
     if kind is not None and chosen in (Backend.TRITON, Backend.DECODE):
-        features, options = (None,) * 6, (scale, window_left, window_right, softcap, dropout_p)
+        features = (None,) * 6
         if chosen is Backend.DECODE:
             from streamattn.kernels import decode
 
-            repeat = decode.repeat_attention_forward(q, k, v, window_left, kind)
+            kind.again = decode.repeat_attention_forward(q, k, v, window_left, kind)
         else:
             from streamattn.kernels.forward import repeat_attention_forward
 
-            repeat = repeat_attention_forward(q, v, kind)
-        kind.again = lambda q, k, v: repeat(q, k, v) or forward(q, k, v, *features, *options, kind)
+            kind.again = repeat_attention_forward(q, v, kind)
         return forward(q, k, v, *features, *options, kind)
     paged = {}
     if block_table is not None:
@@ -213,8 +183,11 @@ def run_backward(
     sink_grad: bool,
     *,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``attention_backward`` by the backend that serves the call; dq, dk, dv go into ``grads`` if given."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``attention_backward`` by the backend that serves the call; dq, dk, dv go into ``grads`` if given.
+
+    dmask and dsinks are None where they aren't wanted.
+    """
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     if chosen is Backend.DECODE:
@@ -236,7 +209,7 @@ def run_backward(
             dq, dk, dv = attention_backward(
                 dout, dlse, q, k, v, out, lse, *spans, kv_lengths, seed, *options, deterministic, grads
             )
-            return dq, dk, dv, q.new_empty(0), q.new_empty(0)
+            return dq, dk, dv, None, None
         chosen = Backend.TRITON
     if chosen is Backend.SDPA and (dlse is not None or mask_grad):
         chosen = Backend.REFERENCE  # the fused kernel knows neither gradient
@@ -281,8 +254,17 @@ def run_backward(
     for made, wanted in zip((dq, dk, dv), grads or (), strict=False):
         if made is not wanted:  # kernels that make their own
             wanted.copy_(made)
-    dmask = q.new_empty(0) if dmask is None else dmask
-    return dq, dk, dv, dmask, q.new_empty(0) if dsinks is None else dsinks
+    return dq, dk, dv, dmask, dsinks
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dmask, dsinks = run_backward(*arguments)
+    return dq, dk, dv, or_empty(dmask, dq), or_empty(dsinks, dq)
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """x, or as a schema wants it the empty tensor that says there is none."""
+    return like.new_empty(0) if x is None else x
 
 
 def _backward_fake(
@@ -318,34 +300,85 @@ class _Attention(torch.autograd.Function):
     """`attention_forward` with its gradient; differentiable once."""
 
     @staticmethod
-    def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:
-        tensors, ctx.rest = inputs[:9], inputs[9:]
-        if plain_call(*tensors):
-            out, lse = run_forward(*inputs)
-        else:
+    def forward(ctx, kind: Kind | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tensors, ctx.rest, ctx.kind = inputs[:9], inputs[9:], kind
+        made = None if kind is None else kind.repeat(*inputs[:3])
+        if made is None and plain_call(*tensors):
+            made = run_forward(*inputs, kind=kind)
+        elif made is None:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = torch.ops.streamattn.attention_forward(*inputs)
-        ctx.save_for_backward(out, lse, *tensors)
+                made = torch.ops.streamattn.attention_forward(*inputs)
+        ctx.save_for_backward(*made, *tensors)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return made
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         dout, dlse = grads
-        out, lse, q, k, v, attn_mask, *masks = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 16
+            return (None,) * 17
+        out, lse, q, k, v, attn_mask, *masks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
+        kind = ctx.kind if dlse is None else None
+        if kind is not None:
+            made = kind.repeat_backward(ctx.rest[-1], dout, q, k, v, out, lse)
+            if made is not None:
+                return None, *made, *(None,) * 13
+        mask_grad, sink_grad = ctx.needs_input_grad[4], ctx.needs_input_grad[9]
         backward: Any = torch.ops.streamattn.attention_backward
         if not torch.is_grad_enabled() and plain_call(dout, dlse, q, k, v, attn_mask, *masks):
             backward = run_backward
         dq, dk, dv, dmask, dsinks = backward(
             dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
+        if kind is not None and backward is run_backward:
+            _learn_backward(kind, ctx.rest[-1], (dout, q, k, v, out, lse), (dq, dk, dv))
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
-        return dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 7
+        return None, dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 7
+
+
+def _learn_backward(
+    kind: Kind, deterministic: bool | None, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> None:
+    """Has the kind repeat the backward on dout, q, k, v, out and lse that has just made these gradients."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    launch = repeat_of_backward(kind, deterministic, tensors, None)
+    if launch is None:
+        return
+    layouts = [(x.shape, x.stride(), x.dtype) for x in grads]
+
+    def again(*tensors: Tensor) -> list[Tensor] | None:
+        grads = [empty_strided_cuda(*layout) for layout in layouts]
+        return grads if launch(*[x.data_ptr() for x in (*tensors, *grads)]) else None
+
+    kind.learn_backward(again, deterministic, *tensors)
+
+
+def repeat_of_backward(
+    kind: Kind,
+    deterministic: bool,
+    tensors: tuple[Tensor, ...],
+    grads: tuple[Tensor, Tensor, Tensor] | None,
+) -> Callable[..., bool] | None:
+    """What repeats the backward of a kind by addresses alone, if a kernel served it that can; see there.
+
+    Args:
+        kind: of the call.
+        deterministic: whether the same inputs must give the same bits.
+        tensors: dout, q, k, v, out and lse.
+        grads: as `run_backward` took them.
+    """
+    dout, q = tensors[:2]
+    if kind.by_address is None or unsupported_backward(dout, q, deterministic) is not None:
+        return None
+    if len({id(x) for x in tensors}) < len(tensors):  # which guards refuse
+        return None
+    from streamattn.kernels.hopper_repeat import repeat_attention_backward
+
+    arguments: Any = (*tensors, grads, *kind.options[6:-1], deterministic)
+    return repeat_attention_backward(*arguments)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -365,6 +398,16 @@ class _AttentionBackward(torch.autograd.Function):
         raise NotImplementedError(ONCE)
 
 
+def repeat_attention(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None, kind: Kind
+) -> tuple[Tensor, Tensor]:
+    """`attention_forward` of a kind of which one call was served."""
+    arguments: tuple[Any, ...] = (q, k, v, *kind.options, deterministic)
+    if kind.needs_grad and torch.is_grad_enabled():
+        return _Attention.apply(kind, *arguments)
+    return kind.repeat(q, k, v) or run_forward(*arguments, kind=kind)
+
+
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -382,106 +425,8 @@ def attention_forward(
         return torch.ops.streamattn.attention_forward(q, k, v, *rest, block_table=block_table)
     if wants_grad(q, k, v, rest[0], rest[5]):
         _check_not_paged(block_table)
-        return _Attention.apply(q, k, v, *rest)
+        return _Attention.apply(kind, q, k, v, *rest)
     return run_forward(q, k, v, *rest, block_table=block_table, kind=kind)
-
-
-def kind_of_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    backend: str,
-) -> Kind | None:
-    """What two calls have alike if the checks, the choice of a backend and the launch can't tell them apart.
-
-    So a call of a kind that was served needs none of these again. A kind holds all that they look at but for
-    the number of keys and the strides that grow with it: decoding has one kind for a cache of any length.
-    What a kind does not hold is asked here, and None returned for a call that has no kind.
-
-    Only decoding has one, where the host's time counts: eager calls of few queries on a GPU, without
-    gradient, mask, segments, lengths, sinks and dropout. q, k and v may be anything, and of any shape.
-    """
-    if _GUARDS is None:
-        return None
-    # every line here is host time of each token
-    if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
-        return None
-    # the guards take shapes and strides for granted
-    if not (q.is_cuda and q.layout is k.layout is v.layout is torch.strided):
-        return None
-    if q.is_nested or k.is_nested or v.is_nested:
-        return None
-    # what they don't see; modes and transforms of other sorts change the dispatch keys
-    if (
-        _len_torch_function_stack() > 0
-        or forward_ad._current_level >= 0
-        or _is_any_autocast_enabled()
-        or _profiler_enabled()
-    ):
-        return None
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4 and 0 < k_shape[2] == v_shape[2]):
-        return None
-    if q_shape[2] >= MIN_HOPPER_QUERIES:  # the Hopper kernel looks at addresses and at the number of keys
-        return None
-    k_strides, v_strides = k.stride(), v.stride()
-    # a compiled kernel takes any such strides that are whole 16s, in 32 bits; each is, if all their bits are
-    growing = k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
-    if growing % 16 != 0 or growing >= 1 << 31:
-        return None
-    # the number of keys decides what is compiled by this alone: which sides of the window are limits
-    sides = open_sides(q_shape[2], k_shape[2], window_left, window_right)
-    key = (q_shape, q.get_device(), scale, window_left, window_right, sides, softcap, backend)
-    alike = KINDS.get(key)
-    if alike is not None:
-        for kind in alike:
-            if kind.guards.check(q, k, v):
-                return kind
-    if not plain_call(q, k, v) or q.requires_grad or k.requires_grad or v.requires_grad:
-        return None
-    if q is k or k is v or q is v:  # which guards refuse
-        return None
-    # `attention` hands them on as they are: it would copy rows of another stride; a launch asks one tensor
-    # for what must be alike
-    if not q.stride(3) == k_strides[3] == v_strides[3] == 1 or k_shape[:3] != v_shape[:3]:
-        return None
-    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
-        return None
-    if alike is None:
-        if len(KINDS) >= _MAX_KINDS:
-            KINDS.clear()
-        alike = KINDS[key] = []
-    elif len(alike) >= _MAX_ALIKE:
-        del alike[0]
-    alike.append(Kind(q, k, v))
-    return alike[-1]
-
-
-def plain_call(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call may skip torch's dispatcher: that would call our implementation and do nothing else.
-
-    It does more when compiling, for subclasses, for a tensor whose memory does not hold its values (a lazy
-    negative, a zero without memory), on other devices, and where a mode, transform or profiler listens.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    for x in (q, *others):  # a loop, not all(): every eager call pays for it
-        if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
-            return False
-    return (
-        (q.is_cuda or q.is_cpu)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and _len_torch_function_stack() == 0
-        and torch._C._get_tracing_state() is None  # torch.jit.trace
-        and not torch._C._are_functorch_transforms_active()  # torch.func and vmap
-        and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
-        and forward_ad._current_level < 0  # where tensors may carry tangents
-        and not _profiler_enabled()
-    )
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
@@ -527,14 +472,14 @@ def _forward_autograd(
             raise NotImplementedError(
                 "attention has no torch.func derivative; use backward or torch.autograd.grad"
             )
-        return _Attention.apply(q, k, v, attn_mask, *rest)
+        return _Attention.apply(None, q, k, v, attn_mask, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.attention_forward(q, k, v, attn_mask, *rest, block_table=block_table)
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("attention_forward", run_forward, _key)
-    _library.impl("attention_backward", run_backward, _key)
+    _library.impl("attention_backward", _backward, _key)
 _library.impl("attention_forward", _forward_autograd, "Autograd")
 _library.impl("attention_backward", _backward_autograd, "Autograd")
 torch.library.register_fake("streamattn::attention_forward", forward_fake, lib=_library)

@@ -25,6 +25,7 @@ from streamattn.functional import (
     resolve_window,
     rows_in_place,
 )
+from streamattn.kinds import Kind, empty_strided_cuda, kind_of_packed, plain_call
 from streamattn.ops import (
     ONCE,
     OPTIONS,
@@ -32,7 +33,8 @@ from streamattn.ops import (
     check_no_tangent,
     forward_fake,
     gradients_fake,
-    plain_call,
+    or_empty,
+    repeat_of_backward,
     run_backward,
     run_forward,
     wants_grad,
@@ -65,13 +67,18 @@ def _forward_fake(qkv: Tensor, num_heads: int, *rest: Any) -> tuple[Tensor, Tens
     return forward_fake(*unpacked(qkv, num_heads), *rest)
 
 
-def _backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, qkv: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     num_heads, dqkv = out.shape[1], torch.empty_like(qkv)
     grads = unpacked(dqkv, num_heads)
     *_, dmask, dsinks = run_backward(dout, dlse, *unpacked(qkv, num_heads), out, lse, *rest, grads=grads)
     return dqkv, dmask, dsinks
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dqkv, dmask, dsinks = _run_backward(*arguments)
+    return dqkv, or_empty(dmask, dqkv), or_empty(dsinks, dqkv)
 
 
 def _backward_fake(
@@ -84,32 +91,71 @@ class _Packed(torch.autograd.Function):
     """`packed_forward` with its gradient; differentiable once."""
 
     @staticmethod
-    def forward(ctx, qkv: Tensor, num_heads: int, *options: Any) -> tuple[Tensor, Tensor]:
-        masks, ctx.rest = options[:6], options[6:]
-        if plain_call(qkv, *masks):
-            out, lse = _forward(qkv, num_heads, *options)
-        else:
+    def forward(ctx, kind: Kind | None, qkv: Tensor, num_heads: int, *options: Any) -> tuple[Tensor, Tensor]:
+        masks, ctx.rest, ctx.kind = options[:6], options[6:], kind
+        made = None
+        if kind is not None and kind.by_address is not None:
+            made = kind.by_address(*_addresses(qkv, num_heads))
+        if made is None and plain_call(qkv, *masks):
+            made = run_forward(*unpacked(qkv, num_heads), *options, kind=kind)
+        elif made is None:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = torch.ops.streamattn.packed_forward(qkv, num_heads, *options)
-        ctx.save_for_backward(out, lse, qkv, *masks)
+                made = torch.ops.streamattn.packed_forward(qkv, num_heads, *options)
+        ctx.save_for_backward(*made, qkv, *masks)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return made
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         dout, dlse = grads
-        out, lse, qkv, *masks = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 15
+            return (None,) * 16
+        out, lse, qkv, *masks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        mask_grad, sink_grad = ctx.needs_input_grad[2], ctx.needs_input_grad[7]
+        kind = ctx.kind if dlse is None else None
+        if kind is not None:
+            dqkv = kind.repeat_backward(ctx.rest[-1], dout, qkv, out, lse)
+            if dqkv is not None:
+                return None, dqkv, *(None,) * 14
+        mask_grad, sink_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[8]
         backward: Any = torch.ops.streamattn.packed_backward
         if not torch.is_grad_enabled() and plain_call(dout, dlse, qkv, *masks):
-            backward = _backward
+            backward = _run_backward
         dqkv, dmask, dsinks = backward(dout, dlse, qkv, out, lse, *masks, *ctx.rest, mask_grad, sink_grad)
+        if kind is not None and backward is _run_backward:
+            _learn_backward(kind, ctx.rest[-1], dout, qkv, out, lse, dqkv)
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
-        return dqkv, None, dmask, *(None,) * 4, dsinks, *(None,) * 7
+        return None, dqkv, None, dmask, *(None,) * 4, dsinks, *(None,) * 7
+
+
+def _addresses(qkv: Tensor, num_heads: int) -> tuple[int, int, int]:
+    """Where q, k and v of qkv [B, T, Hq + 2 Hkv, D] begin."""
+    head = qkv.stride(2) * qkv.element_size()
+    q = qkv.data_ptr()
+    k = q + num_heads * head
+    return q, k, k + (qkv.shape[2] - num_heads) // 2 * head
+
+
+def _learn_backward(
+    kind: Kind, deterministic: bool | None, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor
+) -> None:
+    """Has the kind repeat the backward that has just made dqkv."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    num_heads = out.shape[1]
+    tensors = (dout, *unpacked(qkv, num_heads), out, lse)
+    launch = repeat_of_backward(kind, deterministic, tensors, unpacked(dqkv, num_heads))
+    if launch is None:
+        return
+    layout = dqkv.shape, dqkv.stride(), dqkv.dtype
+
+    def again(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+        dqkv = empty_strided_cuda(*layout)
+        at, own = _addresses(qkv, num_heads), _addresses(dqkv, num_heads)
+        return dqkv if launch(dout.data_ptr(), *at, out.data_ptr(), lse.data_ptr(), *own) else None
+
+    kind.learn_backward(again, deterministic, dout, qkv, out, lse)
 
 
 class _PackedBackward(torch.autograd.Function):
@@ -138,7 +184,7 @@ def _forward_autograd(
             raise NotImplementedError(
                 "attention has no torch.func derivative; use backward or torch.autograd.grad"
             )
-        return _Packed.apply(qkv, num_heads, attn_mask, *rest)
+        return _Packed.apply(None, qkv, num_heads, attn_mask, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.streamattn.packed_forward(qkv, num_heads, attn_mask, *rest)
 
@@ -217,6 +263,11 @@ def packed_attention(
             "qkv must hold num_kv_heads heads for k, as many for v, and a multiple of them for q, got "
             f"{heads} and num_kv_heads={num_kv_heads}; pass the number of k's heads"
         )
+    kind = None
+    if attn_mask is segment_ids is kv_lengths is sinks is None and dropout_p == 0.0 and wants_grad(qkv):
+        kind = kind_of_packed(qkv, num_heads, scale, window_left, window_right, softcap, backend)
+        if kind is not None and kind.by_address is not None:
+            return _Packed.apply(kind, qkv, num_heads, *kind.options, deterministic)
     qkv = rows_in_place(as_autocast(qkv))
     _, (q, k, v, *rest) = resolve_call(
         *unpacked(qkv, num_heads),
@@ -236,5 +287,5 @@ def packed_attention(
     if not wants_grad(qkv):
         return attention_forward(q, k, v, *rest)
     if plain_call(qkv, *rest[:6]):
-        return _Packed.apply(qkv, num_heads, *rest)
+        return _Packed.apply(kind, qkv, num_heads, *rest)
     return torch.ops.streamattn.packed_forward(qkv, num_heads, *rest)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from streamattn.dispatch import Backend, unavailable
-from streamattn.ops import check_no_tangent, plain_call, wants_grad
+from streamattn.kinds import plain_call
+from streamattn.ops import check_no_tangent, wants_grad
 
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_WIDTH = 1 << 14

@@ -122,7 +122,9 @@ class _Maps(dict[int, Any]):
         return tensor_map
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """How the short way launches a compiled kernel; see `_plan`."""
+
     launcher: Callable[..., None] | None  # None: each launch takes Triton's own way
     before: tuple[Any, ...]  # its arguments before the stream
     after: tuple[Any, ...]  # between the stream and the values
@@ -132,7 +134,7 @@ class _Plan(NamedTuple):
     nested: bool  # whether the launcher takes the values as one argument
 
 
-_plans: dict[Hashable, _Plan] = {}
+_plans: dict[Hashable, Plan] = {}
 _compiled: dict[Hashable, Any] = {}  # Triton's kernels, which many plans share
 _maps: dict[Hashable, _Maps] = {}  # by all that makes a map but the address
 _MAX_PLANS = 4096
@@ -216,9 +218,33 @@ def launch_again(kernel: Any, key: Hashable, pointers: tuple[Tensor, ...], varyi
     return True
 
 
+def planned(kernel: Any, key: Hashable, device: int) -> Plan | None:
+    """What `launch` has planned under this key for tensors at whole 16 bytes, for `start_plans`."""
+    plan = _plans.get(((kernel.__name__, device, True), key))
+    return None if plan is None or plan.launcher is None else plan
+
+
+def start_plans(device: int, *launches: tuple[Plan, list[int]]) -> bool:
+    """Launches what is `planned`, one after the other, each for the addresses of its tensors in order.
+
+    Returns:
+        Whether it did. It doesn't and nothing is launched if the device isn't the current one, an address is
+        not of whole 16 bytes, or a profiler listens; then call `launch`.
+    """
+    bits = 0
+    for _, addresses in launches:
+        for address in addresses:
+            bits |= address
+    if bits % 16 != 0 or device != torch._C._cuda_getDevice() or _hooked():
+        return False
+    for plan, addresses in launches:
+        _start(plan.launcher, plan, device, addresses, ())
+    return True
+
+
 def _start(
     launcher: Callable[..., None],
-    plan: _Plan,
+    plan: Plan,
     device: int,
     addresses: list[int],
     varying: tuple[int, ...],
@@ -244,7 +270,7 @@ def _plan(
     pointers: tuple[Any, ...],
     others: dict[str, Any],
     varies: bool,
-) -> _Plan:
+) -> Plan:
     """How to launch a compiled kernel again with other tensors.
 
     Triton has a function in C that launches and one that encodes a tensor map, and above them Python that
@@ -261,7 +287,7 @@ def _plan(
         with contextlib.suppress(AssertionError, AttributeError, LookupError, TypeError, ValueError):
             return _direct_plan(compiled, programs, names, pointers, others, varies)
     descriptors = any(name in others for name in names[: len(pointers)])
-    return _Plan(
+    return Plan(
         None if descriptors else compiled.run,
         (programs, 1, 1),
         (compiled.function, compiled.packed_metadata, None, None, None),
@@ -283,7 +309,7 @@ def _direct_plan(
     pointers: tuple[Any, ...],
     others: dict[str, Any],
     varies: bool,
-) -> _Plan:
+) -> Plan:
     """The plan that calls the functions in C; raises where it can't be found out how (see `_plan`)."""
     stream = _Mark()
     marks = [None if x is None else _Mark() for x in pointers]
@@ -342,7 +368,7 @@ def _direct_plan(
         raise ValueError("another number of marks arrives than was sent")
     if any(hasattr(x, "data_ptr") for x in (*heard[:start], *values)):
         raise ValueError("memory arrives that is for one launch alone")
-    return _Plan(
+    return Plan(
         launcher,
         heard[:first],
         heard[first + 1 : start],

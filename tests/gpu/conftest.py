@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import streamattn.kinds
 import streamattn.ops
 from streamattn.dispatch import Backend
 
@@ -31,13 +32,15 @@ def poisoned() -> Iterator[None]:
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(4, device="cuda").isnan().all()
+    streamattn.kinds.KINDS.clear()  # a repeated call allocates past that mode
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> list[Backend]:
-    """What served each eager call, forward and backward."""
+    """What served eager calls, forward and backward; the first of each kind where they repeat."""
+    streamattn.kinds.KINDS.clear()
     chosen: list[Backend] = []
     original = streamattn.ops.choose
 

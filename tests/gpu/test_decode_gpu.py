@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import streamattn
-from streamattn import attention, ops
+from streamattn import attention, kinds
 from streamattn.kernels import decode, forward, launch
 from tests.cases import relative_errors
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, params=["auto", "triton"])
 def nothing_served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops.KINDS.clear()
+    kinds.KINDS.clear()
     named = functools.partial(streamattn.attention, backend=request.param)
     monkeypatch.setattr(sys.modules[__name__], "attention", named)
 
 
-def served() -> list[ops.Kind]:
+def served() -> list[kinds.Kind]:
     """The kinds of calls that take the short way from now on."""
-    return [kind for alike in ops.KINDS.values() for kind in alike if kind.again is not None]
+    return [kind for alike in kinds.KINDS.values() for kind in alike if kind.again is not None]
 
 
 @pytest.fixture
