@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from streamattn.kernels.hopper_launch import descriptor, group_of_heads
+from streamattn.kernels.hopper_launch import counter_of, descriptor, group_of_heads
 from streamattn.kernels.hopper_primitives import (
     FIRST_BARRIER,
     await_kernel_before,
@@ -541,9 +541,7 @@ def attention_forward(
     num_tiles = -(-q_len // rows)
     items = num_tiles * heads
     drawn = not even and items > multiprocessors
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if drawn and spans is None else None
-    if drawn and spans is not None:
-        counter = longest_first(spans, q_len, kv_len, window_left, window_right, rows, tile.BLOCK_N)
+    counter = None
     # whether the last keys of a consumer's queries may lie in two tiles; those of a length end with a tile
     diagonal = window_right - q_len + (kv_len if kv_lengths is None else 0)
     wide_edge = window_right < UNBOUNDED and diagonal % HOPPER_BLOCK_M not in (0, 63)
@@ -585,10 +583,15 @@ def attention_forward(
             HAS_SOFTCAP=softcap > 0.0,
             HAS_DROPOUT=dropout,
             num_warps=4,
-            launch_pdl=has_segments and starts_early(q),  # spans are of the kernel before
+            # spans are of the kernel before; launches without them must not overlap, see `counter_of`
+            launch_pdl=has_segments and starts_early(q),
         )
 
     with device_guard(q):
+        if drawn and spans is not None:
+            counter = longest_first(spans, q_len, kv_len, window_left, window_right, rows, tile.BLOCK_N)
+        elif drawn:
+            counter = counter_of(q.get_device())
         tensors = (q, k, v, q_ids, kv_ids, kv_lengths)
         key = call_key(tensors, scale, window_left, window_right, softcap, dropout_p)
         pointers = (q, k, v, out, lse, counter, kv_lengths, spans, q_ids, kv_ids, seed)

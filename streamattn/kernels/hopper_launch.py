@@ -1,6 +1,9 @@
-"""What the launchers of the Hopper kernels share beside `launch`: descriptors, and the order of work."""
+"""What the launchers of the Hopper kernels share beside `launch`: descriptors, counters, order of work."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
@@ -52,3 +55,51 @@ def group_of_heads(
     elif window_right < UNBOUNDED and not segments:
         group = max(group, triton.cdiv(2 * multiprocessors, num_tiles))
     return triton.cdiv(num_heads, max(1, num_heads // group))
+
+
+CHUNK = 1024  # counters that are allocated at a time, 16 bytes apart, as `launch` wants addresses
+_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_spare: dict[int, Iterator[Tensor]] = {}  # by device, those for graphs
+_chunks: list[Tensor] = []  # kept for good: a graph knows no more than the address
+
+
+def counter_of(device: int) -> Tensor:
+    """int32 [1] on the current device, from which the programs of the next launch draw their work items.
+
+    It is zero when they begin, and they leave it so (see `hopper_producer.producer`): one that is made for
+    each launch costs an allocation and a kernel that clears it. The launches of a stream run one after the
+    other and share theirs. A launch that is captured has one for itself for good, as graphs may run side by
+    side; it is none of a graph's own memory, which holds anything when a replay begins. Its zeros are older
+    than the graph: `torch.cuda.graph` waits for the GPU before it captures. Where no more are left while a
+    graph is captured, one is cleared in each replay.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        counter = next(_spare.get(device, iter(())), None)
+        if counter is None:
+            _counters.clear()  # so that the next launch outside of a graph makes more
+            counter = torch.zeros(1, dtype=torch.int32, device=device)
+        return counter
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = _new_counter(device)
+    return counter
+
+
+def _new_counter(device: int) -> Tensor:
+    """A counter for the current stream, with the rest of its chunk for graphs.
+
+    A thread of its own allocates them: when torch.compile warms up for its graphs, what this one allocates
+    comes from their memory and may not outlive the run.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def allocate() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(CHUNK, 4, dtype=torch.int32, device=device)[:, :1]
+
+    with ThreadPoolExecutor(1) as thread:
+        chunk = thread.submit(allocate).result()
+    _chunks.append(chunk)
+    _spare[device] = map(chunk.__getitem__, range(1, CHUNK))
+    return chunk[0]

@@ -106,9 +106,10 @@ def load(ptr: Pointer) -> Any:
     return wrap(x if x.dim() else x.item())
 
 
-def store(ptr: Pointer, value: Block, mask: Block | None = None) -> None:
-    seen = None if mask is None else mask.data
-    x = value.data if seen is None else value.data[seen]
+def store(ptr: Pointer, value: Any, mask: Any = None) -> None:
+    seen = None if mask is None else torch.as_tensor(bare(mask))
+    x = torch.as_tensor(bare(value))
+    x = x if seen is None else x[seen]
     ptr.memory[ptr.places(seen)] = x.to(ptr.memory.dtype)
 
 

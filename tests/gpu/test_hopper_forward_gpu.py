@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity, profile
 
 from streamattn import attention
 from streamattn.dispatch import Backend, Masks, choose, unavailable
-from streamattn.kernels import launch
+from streamattn.kernels import hopper_launch, launch
 from streamattn.pattern import UNBOUNDED
 from tests.cases import LAYOUTS, Case, Inputs, expected, keep_of, relative_errors
 from tests.gpu.peers import sdpa
@@ -296,6 +297,105 @@ def test_in_a_cuda_graph():
         q.normal_()
         graph.replay()
         torch.testing.assert_close(out, attention(q, k, v, causal=True, backend="hopper"), rtol=0, atol=0)
+
+
+@pytest.fixture
+def no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing had been launched before; what older graphs know of is kept."""
+    monkeypatch.setattr(hopper_launch, "_counters", {})
+    monkeypatch.setattr(hopper_launch, "_spare", {})
+
+
+def drawn_call(seed: int = 0) -> Inputs:
+    """A causal call of 256 work items, more than there are multiprocessors."""
+    sizes: dict[str, Any] = dict(batch=4, q_heads=16, kv_heads=16, q_len=1000, kv_len=1000, head_dim=64)
+    return Case(**sizes, causal=True, seed=seed).build(torch.bfloat16, "cuda")
+
+
+def drawn(call: Inputs) -> torch.Tensor:
+    """Its out."""
+    with torch.no_grad():
+        return attention(call.q, call.k, call.v, causal=True, backend="hopper")
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["counters", "none left"])
+def test_launches_side_by_side_draw_from_counters_of_their_own(spare, no_counters):
+    """Many on two streams while two graphs, captured on one stream, are replayed on two others."""
+    calls = [drawn_call(seed) for seed in range(4)]
+    for call in calls:
+        compare_on(call, "alone")
+    right = [drawn(call) for call in calls]
+    if not spare:
+        hopper_launch._spare.clear()
+    graphs, outs = [], []
+    for call in calls[:2]:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs.append([drawn(call) for _ in range(20)])
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        for x in (*outs[0], *outs[1]):
+            x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        eager: list[list[torch.Tensor]] = [[], []]
+        for graph, stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for _ in range(20):
+            for call, stream, found in zip(calls[2:], streams[2:], eager, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(drawn(call))
+        torch.cuda.synchronize()
+        for found, alone in zip((*outs, *eager), right, strict=True):
+            assert all(torch.equal(x, alone) for x in found)
+        assert all(not chunk.any() for chunk in hopper_launch._chunks)
+
+
+def test_a_graph_has_the_kernel_and_nothing_else():
+    call = drawn_call()
+    drawn(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            drawn(call)
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        graph.replay()
+        torch.cuda.synchronize()
+    names = [x.name for x in found.events() or [] if x.device_type.name == "CUDA"]
+    assert names == ["hopper_fwd_kernel"] * 3
+
+
+def test_counters_are_none_of_a_pools_memory(no_counters):
+    """When torch.compile warms up for its graphs, it allocates from a pool that may keep nothing."""
+    call = drawn_call()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.use_mem_pool(pool):
+        out = drawn(call)
+    torch.cuda.synchronize()
+    assert pool.snapshot(), "what the call returns comes from there"
+    del out
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert not [block for block in blocks if block["state"] == "active_allocated"]
+
+
+def test_compiled_to_graphs_from_the_first_call_on(no_counters):
+    """Warm-up, recording and replays of torch.compile's own graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(attention(q, k, v, causal=True), k, v, causal=True)
+
+    for seed in range(5):
+        call = drawn_call(seed)
+        with torch.no_grad():
+            got = twice(call.q, call.k, call.v).clone()
+        call.q = drawn(call)
+        assert torch.equal(got, drawn(call))
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.parametrize(

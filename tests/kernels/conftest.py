@@ -34,6 +34,7 @@ COMPILED = [
     "test_tiles_compiled.py",
     "test_wide_compiled.py",
     "test_qk_prologue_compiled.py",
+    "test_hopper_launch.py",
     "test_hopper_forward.py",
     "test_hopper_backward.py",
 ]

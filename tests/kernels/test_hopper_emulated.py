@@ -51,9 +51,10 @@ MULTIPROCESSORS = 3  # fewer than items, so that a program has several
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The Gluon kernels that were run, by name; each run copies in an order of its own.
 
-    Sums are in order where a call asks for it, however few its queries.
+    Sums are in order where a call asks for it, however few its queries. All forwards draw from one counter.
     """
     names: list[str] = []
+    counter = torch.zeros(1, dtype=torch.int32)
     for head_dim, tile in HOPPER_BACKWARD_TILES.items():
         monkeypatch.setitem(HOPPER_BACKWARD_TILES, head_dim, replace(tile, IN_ORDER=0))
 
@@ -70,10 +71,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         emulator.run(kernel, programs, {**tensors, **rest}, seed=len(names), together=together)
         for adders in machine.additions.values() if ordered else ():
             assert adders == sorted(set(adders)), f"the programs {adders} added to one tile in this order"
+        assert counter == 0, "the next launch begins with another item"
 
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "launch", emulate)
         monkeypatch.setattr(module, "multiprocessor_count", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(hopper_forward, "counter_of", lambda device: counter)
     monkeypatch.setattr(segments, "SCAN", 512)  # fewer numbers for the interpreter
     monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
     return names
@@ -181,6 +184,39 @@ def test_every_tile(tile, causal, monkeypatch):
     check_forward(Case(q_len=700, kv_len=700, head_dim=tile.BLOCK_D, causal=causal))
 
 
+@pytest.mark.parametrize("together", [1, 4], ids=["in turn", "together"])
+@pytest.mark.parametrize("programs", [1, 3, 11, 12, 13, 20])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window_size": (40, 9)}, {"causal": True, "lengths": "ragged"}],
+    ids=["causal", "window", "lengths"],
+)
+def test_the_last_draw_leaves_the_counter_at_zero(options, programs, together, monkeypatch):
+    """Each of 12 work items makes one draw, however many programs there are and whichever is fast."""
+    case = Case(batch=3, q_heads=2, kv_heads=1, q_len=200, kv_len=200, head_dim=64, **options)
+    inputs = case.build(HALF)
+    counter = torch.zeros(1, dtype=torch.int32)
+    draws: list[int] = []
+
+    def draw(ptr: Any, value: int, sem: str) -> Any:
+        assert len(draws) < 12, "the counter began anew while items were left"
+        draws.append(0)
+        return machine.atomic_add(ptr, value, sem)
+
+    def emulate(kernel: Any, key: Hashable, pointers: tuple[Any, ...], arguments: Callable[[], Any]) -> None:
+        tensors = dict(zip(inspect.signature(kernel).parameters, pointers, strict=False))
+        emulator.run(kernel, programs, {**tensors, **arguments()[1]}, seed=programs, together=together)
+
+    monkeypatch.setattr(hopper_forward, "choose_hopper_tile", lambda *args: tiles._SMALL_64)
+    monkeypatch.setattr(hopper_producer.gl, "atomic_add", draw)
+    monkeypatch.setattr(hopper_forward, "launch", emulate)
+    monkeypatch.setattr(hopper_forward, "counter_of", lambda device: counter)
+    with torch.no_grad():
+        out = attention(inputs.q, inputs.k, inputs.v, **inputs.options, backend="hopper")
+    judge(Result({"out": out}), Result({"out": expected(inputs)["out"]}), HALF, case)
+    assert (len(draws), int(counter)) == (12, 0)
+
+
 def test_padding_between_the_queries_of_two_halves_reaches_nothing():
     """No span of 64 keys has those queries near, but the tiles of 128 keys' spans together do."""
     case = Case(q_len=384, kv_len=384, head_dim=64, layout="bthd", segments="pair")
@@ -270,6 +306,8 @@ FAULTS = [
     (hopper_forward, "online_softmax", "rescale = exp2(m - base)", "rescale = exp2(m - m)"),
     (hopper_producer, "producer", "if u >= STAGES:", "if u > STAGES:"),
     (hopper_producer, "producer", "((count // Q_BUFFERS) & 1) ^ 1", "(count // Q_BUFFERS) & 1"),
+    (hopper_producer, "producer", "gl.store(counter, 0, mask=item == programs + items - 1)", "pass"),
+    (hopper_producer, "producer", "mask=item == programs + items - 1", "mask=item == programs + items"),
     (
         hopper_backward_warps,
         "step",

@@ -54,6 +54,8 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..
         monkeypatch.setattr(hopper_forward, "launch", keep)
         monkeypatch.setattr("streamattn.kernels.segments.launch", lambda *args: None)
         monkeypatch.setattr(hopper_forward, "multiprocessor_count", lambda device: 132)
+        counter = torch.empty(1, dtype=torch.int32, device="meta")
+        monkeypatch.setattr(hopper_forward, "counter_of", lambda device: counter)
         q = torch.empty(5, q_len, 8, head_dim, dtype=dtype, device="meta").transpose(1, 2)
         k, v = (
             torch.empty(5, kv_len or q_len, 4, head_dim, dtype=dtype, device="meta").transpose(1, 2)
