@@ -278,7 +278,7 @@ def producer(feed, VARIANT: gl.constexpr):
             next_smem.index(slot).store(number)
             mbarrier.arrive(next_full.index(slot), count=1)
         count += 1
-    if VARIANT.value.DYNAMIC:
+    if VARIANT.value.DYNAMIC and not VARIANT.value.HAS_SEGMENTS:  # `segments.longest_first` makes one a call
         # whoever drew items - 1 made the last draw, as each item makes one; a branch here spills registers
         gl.store(counter, 0, mask=item == programs + items - 1)
     # every arrival is met, so that no barrier is left half full
