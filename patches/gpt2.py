@@ -104,12 +104,14 @@ class StreamGPT2Attention(GPT2Attention):
         if crosses:
             q = self._heads(self._query_of_decoder(hidden_states))
             k, v = self._keys_of_encoder(encoder_states, cache)
+            if q.shape[0] > 1 == k.shape[0]:  # one encoded text for all
+                k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
             mask = kwargs.get("encoder_attention_mask")
         else:
-            fused = self.c_attn(hidden_states)
-            q, k, v = map(self._heads, fused.split(self.split_size, dim=2))
+            fused = self._heads(self.c_attn(hidden_states))
+            q, k, v = fused.chunk(3, dim=1)
             if cache is None:
-                packed = fused.unflatten(2, (-1, self.head_dim))
+                packed = fused.transpose(1, 2)
             mask = kwargs.get("attention_mask")
             if isinstance(cache, tuple):
                 k, v = (torch.cat(pair, dim=2) for pair in zip(cache, (k, v), strict=True))
@@ -191,7 +193,7 @@ class StreamGPT2Attention(GPT2Attention):
                 layer = stored.layers[self.layer_idx]
                 return layer.keys, layer.values
             return stored.key_cache[self.layer_idx], stored.value_cache[self.layer_idx]
-        k, v = map(self._heads, self.c_attn(encoder_states).split(self.split_size, dim=2))
+        k, v = self._heads(self.c_attn(encoder_states)).chunk(2, dim=1)
         if cache is not None:
             k, v, _ = hf.update_cache(cache.cross_attention_cache, k, v, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
