@@ -174,7 +174,8 @@ def read(mask: Tensor, batch: int, q_len: int, kv_len: int) -> Seen:
     has_lengths, has_segments = bool(ROWS.index(count) & LENGTHS), width > 1 or kv_len == 1
     if not (has_lengths or has_segments):
         return Seen(None, None)
-    mask = mask.expand(batch, -1, -1, -1)
+    if rows != batch:
+        mask = mask.expand(batch, -1, -1, -1)
     lengths = mask[:, -1, 0, 0] if has_lengths else None
     segment_ids = None
     if has_segments:

@@ -312,8 +312,23 @@ def attend(
     """
     if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
+    shared = parallel.shared()
+    if mask is filled is cu_seqlens is position_bias is packed is shared is None and not need_weights:
+        # most tokens are decoded so, one by one, and the host's time for each layer counts
+        out = attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window_size=window_size,
+            scale=scale,
+            sinks=sinks,
+            softcap=softcap,
+            dropout_p=dropout_p,
+        )
+        return out, None
     batch, _, q_len, _ = q.shape
-    if (shared := parallel.shared()) is not None:
+    if shared is not None:
         hidden = mask is not None
         if compact.is_compact(mask):
             seen = compact.read(mask, batch, q_len, k.shape[2])
@@ -341,8 +356,6 @@ def attend(
             dropout_p=dropout_p,
         )
         return out, None
-    if batch > 1 == k.shape[0]:
-        k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)  # one encoded text for all
     kv_lengths = None
     if isinstance(filled, int):
         k, v = k[:, :, :filled], v[:, :, :filled]
@@ -472,5 +485,7 @@ def weights_wanted(layer: nn.Module, arguments: dict[str, Any], key: str | None 
         return True  # the release records by wrapping `forward` for the time of the call
     if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
         return False  # a context variable set outside can't be read while compiling
-    collected = _active_collector.get() or ()
+    collected = _active_collector.get()
+    if not collected:
+        return False
     return key in collected if key is not None else any(name.endswith("attentions") for name in collected)

@@ -356,9 +356,9 @@ def test_no_square_mask_is_made(family: str, attn: str, monkeypatch: pytest.Monk
                 ids[:, :8], attention_mask=None if given is None else given[:, :8], use_cache=True
             )
             patched(ids[:, 8:], attention_mask=given, use_cache=True, **{name: first[name]})
-    assert all(call["attn_mask"] is None and call["causal"] for call in calls)
-    segments = [call["segment_ids"] and [tuple(each.shape) for each in call["segment_ids"]] for call in calls]
-    assert segments == [None] * 12 + [[(2, 8), (2, 8)]] * 3 + [[(2, 1), (2, 9)]] * 3
+    assert all(call.get("attn_mask") is None and call["causal"] for call in calls)
+    segments = [[tuple(each.shape) for each in call.get("segment_ids") or ()] for call in calls]
+    assert segments == [[]] * 12 + [[(2, 8), (2, 8)]] * 3 + [[(2, 1), (2, 9)]] * 3
 
 
 @needs_unchanged_masks
