@@ -161,13 +161,16 @@ def _class_of_views(kind: type[LayerConfig], cls: Any) -> Any:
     body |= {"ordinary": cls, "__eq__": _equal, "__hash__": None}
     if kind is ModelConfig:
         body |= {name: _part(name) for name in getattr(cls, "sub_configs", ())}
-    else:  # what a layer asks at every call, without the second look-up of the ordinary property
-        body["_attn_implementation"] = property(_name, cls._attn_implementation.fset)
+    else:  # what a layer asks at every call, before what configurations do in Python for each attribute
+        body["__getattribute__"] = _answers(cls)
     return _ViewClass(cls.__name__, (kind, cls), body)  # other mappings go by the name
 
 
-def _name(config: Any) -> str:
-    return NAME
+def _answers(cls: Any) -> Any:
+    def answer(config: Any, name: str) -> Any:
+        return NAME if name == "_attn_implementation" else cls.__getattribute__(config, name)
+
+    return answer
 
 
 def _part(name: str) -> property:
