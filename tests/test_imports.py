@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "streamattn.kernels.hopper_backward",
         "streamattn.kernels.hopper_backward_warps",
         "streamattn.kernels.hopper_forward",
+        "streamattn.kernels.hopper_launch",
         "streamattn.kernels.launch",
         "streamattn.kernels.tiles",
         "streamattn.pattern",

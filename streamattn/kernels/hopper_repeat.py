@@ -20,6 +20,7 @@ from streamattn.kernels.hopper_backward import (
 )
 from streamattn.kernels.hopper_backward_warps import ROWS
 from streamattn.kernels.hopper_forward import hopper_fwd_kernel
+from streamattn.kernels.hopper_launch import counter_of
 from streamattn.kernels.launch import call_key, planned, start_plans
 from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES
 from streamattn.pattern import open_sides
@@ -64,13 +65,14 @@ def repeat_attention_forward(
     drawn = len(plan.pointers) == 6  # with a counter
 
     def again(q: int, k: int, v: int) -> tuple[Tensor, Tensor] | None:
+        if device != torch._C._cuda_getDevice():
+            return None
         # the dispatcher is half of the time that `new_empty` takes
         out = _empty_strided_cuda(*out_layout, dtype)
         lse = _empty_strided_cuda(*lse_layout, torch.float32)
         addresses = [q, k, v, out.data_ptr(), lse.data_ptr()]
         if drawn:
-            counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-            addresses.append(counter.data_ptr())
+            addresses.append(counter_of(device).data_ptr())
         return (out, lse) if start_plans(device, (plan, addresses)) else None
 
     return again

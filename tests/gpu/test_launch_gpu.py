@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamattn import attention
+from streamattn import attention, kinds
 from streamattn.dispatch import Backend, unavailable
+from streamattn.packed import packed_attention, unpacked
 from tests.cases import Case, Result, expected, judge, relative_errors, run
 from tests.oracle import attend
 
@@ -449,3 +450,131 @@ class TestTensorMaps:
             attention(q, k[:, :, :size], v[:, :, :size], causal=True, backend="hopper")
             counts.append(compiled())
         assert counts[-1] == counts[0]
+
+
+def training_call(layout: str, dtype: torch.dtype = torch.bfloat16, length: int = 300, **options: Any):
+    """One forward and backward on new inputs, as out and the gradients, and what float64 makes of them."""
+    made = torch.randn(2, length, 12, 64, device="cuda", dtype=dtype)
+    dout = torch.randn(2, length, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    if layout == "packed":
+        leaves = [made.requires_grad_()]
+        out = packed_attention(*leaves, **options)[0]
+    else:
+        leaves = [x.transpose(1, 2) for x in made.split(4, dim=2)]
+        leaves = [(x.contiguous() if layout == "bhtd" else x).requires_grad_() for x in leaves]
+        out = attention(*leaves, **options)
+    grads = torch.autograd.grad(out, leaves, dout)
+    doubles = [x.detach().to(out.dtype).double().requires_grad_() for x in leaves]
+    parts = unpacked(doubles[0], 4) if layout == "packed" else doubles
+    want = attention(*parts, backend="reference", **options)
+    return (out, *grads), (want, *torch.autograd.grad(want, doubles, dout.double()))
+
+
+def check_training(layout: str, **options: Any) -> None:
+    got, want = training_call(layout, **options)
+    for x, y in zip(got, want, strict=True):
+        assert relative_errors(x, y)[0] < 1e-2
+
+
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kernels each repeated call launches from now on."""
+    from streamattn.kernels import hopper_repeat
+
+    heard: list[int] = []
+    start_plans = hopper_repeat.start_plans
+
+    def noting(device: int, *launches: Any) -> bool:
+        done = start_plans(device, *launches)
+        heard.append(len(launches) if done else 0)
+        return done
+
+    monkeypatch.setattr(hopper_repeat, "start_plans", noting)
+    kinds.KINDS.clear()
+    return heard
+
+
+hopper_only = pytest.mark.skipif(
+    unavailable(Backend.HOPPER, torch.device("cuda")) is not None if torch.cuda.is_available() else True,
+    reason="needs the Hopper kernels",
+)
+
+
+@hopper_only
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"causal": True, "window_size": 100}, {"softcap": 20.0}, {"deterministic": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [300, 1500])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "packed"])
+def test_a_training_step_is_repeated_on_other_tensors(layout, length, options, monkeypatch):
+    heard = repeats(monkeypatch)
+    for _ in range(4):
+        check_training(layout, length=length, **options)
+    assert heard == [1, 3, 1, 3, 1, 3]
+
+
+@hopper_only
+def test_what_changes_between_training_steps_is_seen(monkeypatch):
+    heard = repeats(monkeypatch)
+    for _ in range(2):
+        for layout in ("bhtd", "bthd", "packed"):
+            for options in ({}, {"causal": True}, {"scale": 0.3}, {"length": 301}, {"deterministic": True}):
+                check_training(layout, **options)
+                with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                    x = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+                    y = attention(x, x + 1, x + 2, causal=True)
+                    z = attention(*(t.double() for t in (x, x + 1, x + 2)), causal=True, backend="reference")
+                    assert relative_errors(y, z)[0] < 1e-2
+    assert 0 not in heard
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            check_training("packed", dtype=torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        (out, *grads), _ = training_call("bthd", length=2000)
+        kind = [kind for alike in kinds.KINDS.values() for kind in alike if kind._backwards][-1]
+        assert kind._backwards[-1].deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.isfinite(out).all()
+    assert all(torch.isfinite(x).all() for x in grads)
+
+
+@hopper_only
+def test_a_repeated_step_is_captured_offloaded_and_on_other_streams(monkeypatch):
+    heard = repeats(monkeypatch)
+    for _ in range(2):
+        check_training("bthd", causal=True)
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check_training("bthd", causal=True)
+    with torch.autograd.graph.save_on_cpu():
+        check_training("bthd", causal=True)
+    q, k, v = (
+        torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for _ in "qkv"
+    )
+    dout = torch.randn_like(q)
+    graph = torch.cuda.CUDAGraph()
+    attention(q, k, v, causal=True).backward(dout)
+    torch.cuda.synchronize()
+    before = len(heard)
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert heard[before:] == [1, 3]
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.normal_()
+        graph.replay()
+        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        want = attention(*doubles, causal=True, backend="reference")
+        for x, y in zip(
+            (out, *grads), (want, *torch.autograd.grad(want, doubles, dout.double())), strict=True
+        ):
+            assert relative_errors(x, y)[0] < 1e-2
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as listening:
+        check_training("bthd", causal=True)
+    assert "streamattn::attention_backward" in {event.key for event in listening.key_averages()}

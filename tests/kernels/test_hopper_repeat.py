@@ -39,6 +39,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         hopper_repeat, "planned", lambda kernel, key, device: plans.get((kernel.__name__, key))
     )
     monkeypatch.setattr(hopper_repeat, "start_plans", start_plans)
+    counter = torch.zeros(1, dtype=torch.int32)
+    for module in (hopper_forward, hopper_repeat):
+        monkeypatch.setattr(module, "counter_of", lambda device: counter)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     on_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     monkeypatch.setattr(hopper_repeat, "_empty_strided_cuda", on_cpu)
     return heard
@@ -54,7 +58,7 @@ def inputs(q_len: int, kv_len: int, head_dim: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("window", [(UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0), (600, 20)], ids=str)
 @pytest.mark.parametrize("q_len", [64, 1000])
-def test_a_forward(launches, q_len, window):
+def test_a_forward(launches, q_len, window, monkeypatch):
     options: Any = (0.3, *window, 2.0, 0.0)
     no_masks: Any = (None,) * 5
     q, k, v = inputs(q_len, 1000, 64)
@@ -66,6 +70,8 @@ def test_a_forward(launches, q_len, window):
     assert made is not None
     for got, right in zip(made, want, strict=True):
         assert (got.shape, got.stride(), got.dtype) == (right.shape, right.stride(), right.dtype)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    assert again(q.data_ptr(), k.data_ptr(), v.data_ptr()) is None
     first, second = launches
     assert second[:2] == first[:2]
     assert second[2][:5] == [x.data_ptr() for x in (q, k, v, *made)]
