@@ -24,14 +24,15 @@ MOST = (2.0, 500.0)
 SPEEDS = {"ours": 1.0, "slow": 4.0, "fast": 2.0}
 
 clock: list[float] = []
+entered: list[float] = []
 turns: list[float] = []
 
 
 @pytest.fixture(autouse=True)
 def imagined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks show the entered provider's time, half as long again the second time; three calls around it."""
-    clock.clear()
-    turns.clear()
+    for seen in (clock, entered, turns):
+        seen.clear()
 
     def prepare(work: Callable[[], object], repeats: int) -> Callable[[], list[float]]:
         found = work()
@@ -57,8 +58,11 @@ def provider(
     @contextmanager
     def around():
         clock.append(time)
-        yield
-        clock.pop()
+        entered.append(time)
+        try:
+            yield
+        finally:
+            clock.pop()
 
     def bind(case: Case, device: torch.device) -> Call:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -229,14 +233,16 @@ def test_what_a_peer_cannot_do_is_noted_and_ours_is_wrong() -> None:
 
 
 def seen_by_profilers(monkeypatch: pytest.MonkeyPatch, kernels: dict[float, list[str]]) -> None:
-    """Names of kernels by the provider's time; each profiler is noted among the turns as a 0."""
+    """Names of kernels by the time of who was entered last; each profiler is a 0 among the turns."""
 
     @contextmanager
     def recording(device: str):
         turns.append(0.0)
         names: list[str] = []
-        yield names
-        names += kernels[clock[-1]]
+        try:
+            yield names
+        finally:
+            names += kernels[entered[-1]]
 
     monkeypatch.setattr(module, "recording", recording)
 
@@ -264,6 +270,37 @@ def test_where_no_profiler_can_look_the_prediction_is_said_to_be_one(monkeypatch
     chooses = replace(provider(1.0), backend=lambda case, q, k, v, backward: f"{case.case} {backward}")
     rows = contest(CASE, {"it": chooses}, replace(PLAN, passes=("forward", "both")))
     assert [row.backend for row in rows] == ["sweep False (predicted)", "sweep True (predicted)"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no room for CUPTI"), torch.OutOfMemoryError("no room")])
+def test_figures_outlive_a_failing_recording_and_prediction(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a piece of work may have run what the whole one doesn't: its kernels count for nothing."""
+    seen_by_profilers(monkeypatch, {time: [CUDNN] for time in (1.0, 4.0, 2.0, 8.0)})
+
+    def fails_while_recorded(out: Tensor) -> Tensor:
+        if 0.0 in turns:
+            raise error
+        return out
+
+    def unforeseen(*arguments: object) -> str:
+        raise error
+
+    unknown, slow = provider(1.0, change=fails_while_recorded), provider(4.0, change=fails_while_recorded)
+    providers = {
+        "unknown": unknown,
+        "named": replace(slow, backend=lambda *arguments: "flash", named=True),
+        "unforeseen": replace(provider(2.0), backend=unforeseen),
+        "both": replace(provider(8.0, change=fails_while_recorded), backend=unforeseen),
+    }
+    rows = contest(CASE, providers, PLAN)
+    assert [(row.provider, row.status, row.median_ms, row.backend) for row in rows] == [
+        ("unknown", "ok", 1.0, "unknown"),
+        ("named", "ok", 4.0, "flash (predicted)"),
+        ("unforeseen", "ok", 2.0, "cudnn"),
+        ("both", "ok", 8.0, "both"),
+    ]
 
 
 def test_the_figures_of_another_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

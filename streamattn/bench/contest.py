@@ -169,15 +169,22 @@ def compete(entries: Iterable[Entry], rounds: int, device: str) -> None:
 
 
 def name_backends(case: Case, entries: Iterable[Entry], inputs: Inputs, device: str) -> None:
-    """Says what served each one that was timed, by its work done once more; refuses what isn't its own."""
+    """Says what served each one that was timed, by its work done once more; refuses what isn't its own.
+
+    Neither a prediction nor this work costs figures that are taken: of what fails nothing is known.
+    """
     for entry in entries:
         if entry.work is None:
             continue
         provider, predicted = entry.provider, None
-        if provider.backend is not None:
-            predicted = provider.backend(case, *inputs[:3], entry.part != "forward")
-        with provider.around(), recording(device) as names, suppress(torch.OutOfMemoryError):
-            entry.work()
+        names: list[str] = []
+        with suppress(Exception):
+            if provider.backend is not None:
+                predicted = provider.backend(case, *inputs[:3], entry.part != "forward")
+        with suppress(Exception):
+            with provider.around(), recording(device) as seen:
+                entry.work()
+            names = seen
         try:
             entry.backend = served(names, predicted, provider.named) or entry.name
         except Unsupported as error:
