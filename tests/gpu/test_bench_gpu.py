@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
-import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,27 +29,36 @@ PLAN = Plan(("forward", "backward", "both"), ("events", "graph"), 10, 2, "cuda")
 
 @pytest.mark.parametrize("name", ["events", "graph"])
 def test_a_sleep_of_known_length(name: str) -> None:
-    """The GPU waits for so many of its cycles: twice as many take twice as long, by each timer's clock."""
+    """The GPU waits for so many of its cycles: twice as many take twice as long, by each timer's clock.
 
-    def ms(cycles: int) -> float:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return statistics.median(timers.TIMERS[name](lambda: torch.cuda._sleep(cycles), 5)())
-
-    one, two = ms(2_000_000), ms(4_000_000)
+    Other processes make some times longer and none shorter: the least counts of several turns, in each of
+    which the GPU's clock is the same for both.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cycles = (2_000_000, 4_000_000)
+        measures = [timers.TIMERS[name](partial(torch.cuda._sleep, each), 5) for each in cycles]
+        turns = [[min(measure()) for measure in measures] for _ in range(10)]
+    one, two = map(min, zip(*turns, strict=True))
     assert two == pytest.approx(2 * one, rel=0.1)
     assert 0.5 < one < 4.0, "2 million cycles of 0.5 to 4 GHz"
 
 
 def test_memory_of_known_size() -> None:
+    """Sizes between 1 and 10 MiB are cut from segments of 20 MiB, if more than 1 MiB of the block stays free.
+
+    Where less would stay it is given too, and counts. Here 3 of 20 MiB are cut off, 6 of 17, and 8 of 11,
+    while the 3, free again, are too few.
+    """
+
     def forward() -> Tensor:
         scratch = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
         return torch.empty(2 * scratch.numel(), dtype=torch.uint8, device="cuda")
 
     gc.collect()
-    torch.cuda.empty_cache()  # a block that nobody uses is given whole where less than 1 MiB is left of it
-    assert timers.footprint(forward, lambda out: torch.empty(10 << 20, dtype=torch.uint8, device="cuda")) == (
+    torch.cuda.empty_cache()  # so that there is no block of another size for any of them
+    assert timers.footprint(forward, lambda out: torch.empty(8 << 20, dtype=torch.uint8, device="cuda")) == (
         6.0,
-        16.0,
+        14.0,
     )
 
 
