@@ -86,14 +86,28 @@ def judge(binary: Compiled, head_dim: int) -> None:
     assert 4 * binary.product_waits <= binary.instructions["HGMMA"], "the products are serialized"
 
 
-@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 128), (64, 1024), (64, 8192), (128, 4096), (256, 4096)])
-@pytest.mark.parametrize("title", ["full", "causal"])
+def among(often: set[tuple[int, int, str]], sizes: list[tuple[int, int]], titles: list[str]) -> list[Any]:
+    """All (head_dim, q_len, title); those that are not looked at often are left to the sweep."""
+    return [
+        pytest.param(*size, title, marks=() if (*size, title) in often else pytest.mark.sweep)
+        for title in titles
+        for size in sizes
+    ]
+
+
+SIZES = [(64, 128), (64, 1024), (64, 8192), (128, 4096), (256, 4096)]
+MAIN = {(*size, "causal") for size in SIZES} | {(64, 1024, "full"), (128, 4096, "full")}
+
+
+@pytest.mark.parametrize(("head_dim", "q_len", "title"), among(MAIN, SIZES, ["full", "causal"]))
 def test_the_main_cases_spill_little_and_overlap(title, head_dim, q_len, compile_call):
     judge(compile_call(head_dim, q_len, torch.bfloat16, **CALLS[title]), head_dim)
 
 
-@pytest.mark.parametrize(("head_dim", "q_len"), [(64, 1024), (128, 4096)])
-@pytest.mark.parametrize("title", FEATURES)
+OFTEN = {(64, 1024, "lengths"), (64, 1024, "dropout"), (128, 4096, "segments"), (128, 4096, "softcap")}
+
+
+@pytest.mark.parametrize(("head_dim", "q_len", "title"), among(OFTEN, [(64, 1024), (128, 4096)], FEATURES))
 def test_features_overlap_too(title, head_dim, q_len, compile_call):
     binary = compile_call(head_dim, q_len, torch.bfloat16, **CALLS[title])
     assert binary.shared <= SHARED_BYTES["sm_90"]

@@ -128,13 +128,14 @@ def test_hundreds_of_float32_tokens_fill_the_gpu_and_spill_nothing(launches: Lau
 
 
 @pytest.mark.parametrize(
-    ("shape", "first", "second"),
+    ("arch", "shape", "first", "second"),
     [
-        ("few tokens", "partial", "short"),
-        ("hundreds of tokens", "weights", "out"),
+        ("sm_80", "few tokens", "partial", "short"),
+        ("sm_90", "few tokens", "partial", "short"),
+        ("sm_90", "hundreds of tokens", "weights", "out"),
+        pytest.param("sm_80", "hundreds of tokens", "weights", "out", marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_second_kernel_starts_early_and_waits_before_it_reads(
     launches: Launches, arch, shape, first, second, tmp_path
 ):
