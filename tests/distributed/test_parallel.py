@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.parallel_cases import BATCH, CASES, EVERY_MODE, HEAD_DIM, Case, run_all
+from tests.several_processes import several_processes
 
 pytestmark = [
     pytest.mark.distributed,
@@ -28,7 +28,7 @@ Reports = list[dict[str, Any]]
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Of every process."""
     folder = tmp_path_factory.mktemp(f"parallel{request.param}")
-    spawn(run_all, args=(request.param, str(folder)), nprocs=request.param)
+    several_processes(run_all, request.param, request.param, str(folder))
     return [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(request.param)]
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from patches import patch_model, patch_report, unpatch_model
 from tests.hf_families import present
 from tests.hf_wrapped import call, layers, pair, same_step, training
+from tests.several_processes import several_processes
 
 pytestmark = [
     pytest.mark.distributed,
@@ -145,4 +145,4 @@ def test_steps_are_those_of_an_unpatched_model(tmp_path: Path) -> None:
     ]
     if importlib.util.find_spec("peft") is not None:
         cases.append((["GPT-2", *present("Llama")], (adapted,)))
-    spawn(run, args=(str(tmp_path / "store"), cases), nprocs=PROCESSES)
+    several_processes(run, PROCESSES, str(tmp_path / "store"), cases)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from patches import patch_model, patch_report
 from streamattn import StreamMultiHeadAttention, parallel
 from streamattn.shared_trainer import compare_shared, shard_inputs, shared_logits, token_loss
 from tests.hf_models import FAMILIES, build, tokens
+from tests.several_processes import several_processes
 
 pytestmark = [
     pytest.mark.distributed,
@@ -147,4 +147,4 @@ def run(rank: int, store: str) -> None:
 
 
 def test_whole_models(tmp_path: Path) -> None:
-    spawn(run, args=(str(tmp_path / "store"),), nprocs=PROCESSES)
+    several_processes(run, PROCESSES, str(tmp_path / "store"))
