@@ -60,7 +60,7 @@ def test_two_processes_train_as_one(one_process: dict[int, float], tmp_path: Pat
     assert together[6] < together[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_four_processes_that_share_sequences_in_pairs_train_as_one(one_output: Path, tmp_path: Path) -> None:
     """Data parallelism of two pairs, whose batches are those of two processes; and the same held-out loss."""
     job = write_job(
