@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,9 +93,39 @@ def spare_what_nobody_reads() -> None:
     interpreter._get_np_dtype = np_dtype
 
 
+def make_shapes_once() -> None:
+    """Takes a third off what is left: each operation makes a shape anew, of numbers that know their types."""
+    import triton.language
+
+    tl: Any = triton.language
+    make_type = tl.block_type.__init__
+
+    @functools.cache
+    def shape_of_type(*sizes: int) -> tuple[Any, int]:
+        made = tl.block_type.__new__(tl.block_type)
+        make_type(made, tl.int32, list(sizes))  # raises where there is no such block
+        return made.shape, made.numel
+
+    @functools.cache
+    def shape_of_tensor(*sizes: int) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = shape_of_type(*(getattr(size, "value", size) for size in shape))
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of_tensor(*(kind.shape if kind.is_block() else ()))
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+
+
 if INTERPRETING:
     remap_once_a_launch()
     spare_what_nobody_reads()
+    make_shapes_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
