@@ -43,8 +43,8 @@ class Kind:
         needs_grad: whether one of them is to get a gradient, where gradients are on.
         options: those of ``attention_forward`` behind q, k and v but for ``deterministic``, once one call was
             served.
-        again: serves one more forward on q, k and v, once one was served by a backend that can repeat it;
-            None where it must be served as the first was.
+        again: serves one more forward on q, k and v, or returns None where it must be served as the first
+            was; None of a backend that can't repeat what it has served.
         by_address: does so given the addresses of q, k and v, of a backend that needs no more.
     """
 
@@ -57,12 +57,6 @@ class Kind:
         self.again: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None = None
         self.by_address: Callable[[int, int, int], tuple[Tensor, Tensor] | None] | None = None
         self._backwards: list[_Backward] = []
-
-    def repeat(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """``(out, lse)`` of one more call; None where it must be served as the first was."""
-        if self.by_address is not None:
-            return self.by_address(q.data_ptr(), k.data_ptr(), v.data_ptr())
-        return None if self.again is None else self.again(q, k, v)
 
     def repeat_backward(self, deterministic: bool | None, *tensors: Tensor) -> Any:
         """What `learn_backward` was given returns for these tensors; None if it was given nothing for them.
@@ -145,9 +139,9 @@ def kind_of_call(
     else:
         keys = k_shape[2]
     key = (q_shape, q.get_device(), scale, window_left, window_right, keys, softcap, backend)
-    kind = _known(key, q, k, v)
-    if kind is not None:
-        return kind
+    for kind in KINDS.get(key, ()):
+        if kind.guards.check(q, k, v):
+            return kind
     if not plain_call(q, k, v):
         return None
     if q is k or k is v or q is v:  # which guards refuse
@@ -178,18 +172,10 @@ def kind_of_packed(qkv: Tensor, *options: Hashable) -> Kind | None:
     if len(shape) != 4 or shape[1] < MIN_HOPPER_QUERIES:
         return None
     key = (shape, qkv.get_device(), *options)
-    kind = _known(key, qkv)
-    if kind is None and plain_call(qkv) and qkv.stride(3) == 1:
-        kind = _new(key, False, qkv)
-    return kind
-
-
-def _known(key: Hashable, *tensors: Tensor) -> Kind | None:
-    """The kind under this key of which these tensors are."""
     for kind in KINDS.get(key, ()):
-        if kind.guards.check(*tensors):
+        if kind.guards.check(qkv):
             return kind
-    return None
+    return _new(key, False, qkv) if plain_call(qkv) and qkv.stride(3) == 1 else None
 
 
 def _new(key: Hashable, decoding: bool, *tensors: Tensor) -> Kind:

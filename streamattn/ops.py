@@ -105,7 +105,9 @@ def run_forward(
             if kind is not None:
                 from streamattn.kernels.hopper_repeat import repeat_attention_forward
 
-                kind.by_address = repeat_attention_forward(q, k, v, *options)
+                by_address = kind.by_address = repeat_attention_forward(q, k, v, *options)
+                if by_address is not None:
+                    kind.again = lambda q, k, v: by_address(q.data_ptr(), k.data_ptr(), v.data_ptr())
             return made
         from streamattn.kernels.segments import query_spans
 
@@ -302,7 +304,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kind: Kind | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors, ctx.rest, ctx.kind = inputs[:9], inputs[9:], kind
-        made = None if kind is None else kind.repeat(*inputs[:3])
+        made = None if kind is None or kind.again is None else kind.again(*inputs[:3])
         if made is None and plain_call(*tensors):
             made = run_forward(*inputs, kind=kind)
         elif made is None:
@@ -347,7 +349,7 @@ def _learn_backward(
     launch = repeat_of_backward(kind, deterministic, tensors, None)
     if launch is None:
         return
-    layouts = [(x.shape, x.stride(), x.dtype) for x in grads]
+    layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in grads]
 
     def again(*tensors: Tensor) -> list[Tensor] | None:
         grads = [empty_strided_cuda(*layout) for layout in layouts]
@@ -402,10 +404,13 @@ def repeat_attention(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool | None, kind: Kind
 ) -> tuple[Tensor, Tensor]:
     """`attention_forward` of a kind of which one call was served."""
-    arguments: tuple[Any, ...] = (q, k, v, *kind.options, deterministic)
     if kind.needs_grad and torch.is_grad_enabled():
-        return _Attention.apply(kind, *arguments)
-    return kind.repeat(q, k, v) or run_forward(*arguments, kind=kind)
+        return _Attention.apply(kind, q, k, v, *kind.options, deterministic)
+    made = None if kind.again is None else kind.again(q, k, v)
+    if made is None:
+        arguments: Any = (q, k, v, *kind.options, deterministic)
+        made = run_forward(*arguments, kind=kind)
+    return made
 
 
 def attention_forward(

@@ -148,7 +148,7 @@ def _learn_backward(
     launch = repeat_of_backward(kind, deterministic, tensors, unpacked(dqkv, num_heads))
     if launch is None:
         return
-    layout = dqkv.shape, dqkv.stride(), dqkv.dtype
+    layout = tuple(dqkv.shape), dqkv.stride(), dqkv.dtype
 
     def again(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
         dqkv = empty_strided_cuda(*layout)

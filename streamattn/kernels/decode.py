@@ -501,7 +501,8 @@ def repeat_attention_forward(
         parts = _empty_strided_cuda((part * splits,), (1,), torch.float32)
         if not launch_again(decode_fwd_kernel, key, (q, k, v, out, lse, parts), varying):
             return None
-        _combine(out, lse, parts, splits)
+        if not launch_again(decode_combine_kernel, (out_layout[0], dtype, splits), (out, lse, parts), ()):
+            _combine(out, lse, parts, splits)
         return out, lse
 
     return again

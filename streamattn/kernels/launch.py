@@ -14,7 +14,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, MutableMapping
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ class Plan(NamedTuple):
 
 _plans: dict[Hashable, Plan] = {}
 _compiled: dict[Hashable, Any] = {}  # Triton's kernels, which many plans share
-_maps: dict[Hashable, _Maps] = {}  # by all that makes a map but the address
+# by all that makes a map but the address; as long as a plan has them
+_maps: MutableMapping[Hashable, _Maps] = weakref.WeakValueDictionary()
 _MAX_PLANS = 4096
 _MAX_MAPS = 16384  # some 300 bytes each
 
@@ -182,8 +184,7 @@ def launch(
             launched = True
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-            _maps.clear()
-            _Maps.held = 0
+            _Maps.held = sum(map(len, _maps.values()))
         plan = _plans[place, key] = _plan(kernel, compiled, programs, pointers, others, bool(varying))
     if launched:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -328,8 +329,9 @@ class TestTensorMaps:
             return original(maps, address)
 
         monkeypatch.setattr(launch._Maps, "__missing__", noting)
-        for name in ("_plans", "_maps"):
-            monkeypatch.setattr(launch, name, {})
+        monkeypatch.setattr(launch, "_plans", {})
+        monkeypatch.setattr(launch, "_maps", weakref.WeakValueDictionary())
+        kinds.KINDS.clear()  # which have plans of their own
         return encoded
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -323,8 +324,9 @@ def maps(monkeypatch: pytest.MonkeyPatch) -> Maps:
     made = Maps(monkeypatch)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=made.driver), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11, raising=False)
-    for name in ("_plans", "_compiled", "_maps"):
+    for name in ("_plans", "_compiled"):
         monkeypatch.setattr(launch_file, name, {})
+    monkeypatch.setattr(launch_file, "_maps", weakref.WeakValueDictionary())
     monkeypatch.setattr(launch_file._Maps, "held", 0)
     return made
 
@@ -494,6 +496,20 @@ def test_plans_and_their_maps_are_bounded(maps, monkeypatch):
         assert len(launch_file._plans) <= 4
         assert len(launch_file._maps) <= 4
         assert launch_file._Maps.held == sum(len(kept) for kept in launch_file._maps.values())
+
+
+def test_maps_of_a_plan_that_is_held_elsewhere_are_bounded_with_the_others(maps, monkeypatch):
+    monkeypatch.setattr(launch_file, "_MAX_PLANS", 2)
+    monkeypatch.setattr(launch_file, "_MAX_MAPS", 6)
+    y = torch.zeros(20)
+    held = []
+    for length in range(33, 47):
+        for _ in range(2):
+            maps(rows(length), y)
+        held += [plan for plan in launch_file._plans.values() if plan not in held]
+        alive = [kept for plan in held for _, kept in plan.pointers if kept is not None]
+        assert len(held) > 1 or length == 33
+        assert sum(len(kept) for kept in alive) <= 6
 
 
 @pytest.mark.parametrize(
