@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from streamattn import attention
+from streamattn import attention, kinds
 from streamattn.dispatch import Backend, unavailable
 from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES
 from tests.cases import Beside, Case, Inputs, Result, expected, keep_of, relative_errors, run
@@ -31,16 +31,23 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     reason = unavailable(Backend.HOPPER, torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
-    from streamattn.kernels import hopper_backward
+    from streamattn.kernels import hopper_backward, hopper_repeat
 
     calls: list[int] = []
-    original = hopper_backward.attention_backward
+    original, start_plans = hopper_backward.attention_backward, hopper_repeat.start_plans
 
     def counting(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(1)
         return original(*args)
 
+    def repeating(device: int, *launches: Any) -> bool:
+        done = start_plans(device, *launches)
+        calls.extend([1] if done and len(launches) == 3 else [])
+        return done
+
     monkeypatch.setattr(hopper_backward, "attention_backward", counting)
+    monkeypatch.setattr(hopper_repeat, "start_plans", repeating)
+    kinds.KINDS.clear()  # which hold what a call did with tiles of its own
     for head_dim, tile in HOPPER_BACKWARD_TILES.items():
         monkeypatch.setitem(HOPPER_BACKWARD_TILES, head_dim, replace(tile, IN_ORDER=0))
     return calls
