@@ -174,18 +174,18 @@ def chosen(size: int, num_heads: int, num_kv_heads: int, length: int, ring_can: 
 
 
 def test_auto_gathers_until_another_mode_is_better() -> None:
-    assert chosen(2, 32, 32, 16384) == "gather"
+    assert chosen(2, 32, 32, 16384) == "ulysses", "as many bytes"
     assert chosen(2, 32, 8, 65536) == "gather"
-    assert chosen(8, 32, 32, 16384) == "gather", "as many bytes show as with ulysses"
-    assert chosen(16, 32, 32, 8192) == "ulysses"
+    assert chosen(4, 32, 8, 65536) == "gather"
+    assert chosen(8, 32, 8, 65536) == "ulysses"
     assert chosen(16, 24, 24, 8192) == "gather", "24 heads are no multiple of 16"
 
 
 def test_auto_minds_memory() -> None:
     """Keys and values of two of four groups of heads of the sequence: 4 GiB at 524,288 tokens of 32 heads."""
     length = functional.MAX_GATHERED_BYTES // (2 * 32 * 128 * 2 * 2 // gather.MAX_HEAD_GROUPS) // 4
-    assert chosen(4, 32, 32, length) == "gather"
-    assert chosen(4, 32, 32, length + 2) == "ulysses"
+    assert chosen(4, 32, 8, 4 * length) == "gather"
+    assert chosen(4, 32, 8, 4 * length + 8) == "ulysses"
     assert chosen(3, 32, 32, 2 * length) == "ring"
     assert chosen(3, 32, 32, 2 * length, ring_can=False) == "gather"
 

@@ -182,9 +182,9 @@ def test_a_mode_holds_what_is_reckoned(mode: str, four_ranks: None, monkeypatch:
 
 
 def test_auto_takes_the_mode_that_training_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_shape("olmo2-1b")
-    assert [plan._Sharing(Work(config, 32768, 8), cp).mode for cp in (1, 2, 4, 8)] == [
-        "-",
+    plain, grouped = load_shape("olmo2-1b"), load_shape("olmo2-32b")
+    assert [plan._Sharing(Work(plain, 32768, 8), cp).mode for cp in (1, 2, 4)] == ["-", "ulysses", "ulysses"]
+    assert [plan._Sharing(Work(grouped, 32768, 8), cp).mode for cp in (2, 4, 8)] == [
         "gather",
         "gather",
         "ulysses",
@@ -193,6 +193,12 @@ def test_auto_takes_the_mode_that_training_would(monkeypatch: pytest.MonkeyPatch
     assert plan._Sharing(Work(load_shape("gpt2-xl"), 4096, 2), 2).mode == "ring"  # 25 heads
 
 
+@pytest.fixture
+def gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "choose_mode", lambda *given, **options: "gather")
+
+
+@pytest.mark.usefixtures("gathering")
 def test_gathering_hides_all_but_its_first_group() -> None:
     config = load_shape("olmo2-1b")
     sharing = plan._Sharing(Work(config, 65536, 2, batch=1), 2)
@@ -256,6 +262,7 @@ def measured(folder: Path) -> tuple[str, str]:
     return kernel_csv(folder / "kernel.csv", rows), comm_csv(folder / "comm.csv", times)
 
 
+@pytest.mark.usefixtures("gathering")
 def test_what_was_measured_is_told_from_what_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +284,7 @@ def test_what_was_measured_is_told_from_what_is_simulated(
     assert "simulated: attention of 512 tokens as of 256, the nearest measured" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("gathering")
 def test_the_files_that_are_checked_in_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--plan", "gpt2-nano", "--seq", "512", "--gpus", "2", "--cp", "2"]) == 0
     shown = capsys.readouterr().out
