@@ -21,6 +21,7 @@ INTERPRETED = [
     "test_hopper_emulated.py",
     "test_decode.py",
     "test_decode_launch.py",
+    "test_hopper_repeat.py",
     "test_launch.py",
     "test_launch_arguments.py",
     "test_mask_gradient.py",
