@@ -65,20 +65,27 @@ class Kind:
             deterministic: whether the same inputs must give the same bits; None is PyTorch's setting.
             *tensors: dout first, laid out like those that `learn_backward` got.
         """
-        if torch.is_grad_enabled() or _is_heard(tensors[0].dtype):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_heard(tensors[0].dtype):
             return None
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        for backward in self._backwards:
-            if backward.deterministic is deterministic and backward.guards.check(*tensors):
-                return backward.again(*tensors)
-        return None
+        known = self._known(is_deterministic(deterministic), tensors)
+        return None if known is None else known.again(*tensors)
 
     def learn_backward(self, again: Callable[..., Any], deterministic: bool, *tensors: Tensor) -> None:
-        """Has `repeat_backward` call ``again`` for tensors laid out like these, which are different ones."""
+        """Has `repeat_backward` call ``again`` for tensors laid out like these, which are different ones.
+
+        What it calls for them already stays: it refused for a reason of the moment, an address or a profiler.
+        """
+        if self._known(deterministic, tensors) is not None:
+            return
         if len(self._backwards) >= _MAX_ALIKE:
             del self._backwards[0]
         self._backwards.append(_Backward(_guards(tensors), deterministic, again))
+
+    def _known(self, deterministic: bool, tensors: tuple[Tensor, ...]) -> _Backward | None:
+        for backward in self._backwards:
+            if backward.deterministic is deterministic and backward.guards.check(*tensors):
+                return backward
+        return None
 
 
 class _Backward:
@@ -171,7 +178,7 @@ def kind_of_packed(qkv: Tensor, *options: Hashable) -> Kind | None:
     shape = qkv.shape
     if len(shape) != 4 or shape[1] < MIN_HOPPER_QUERIES:
         return None
-    key = (shape, qkv.get_device(), *options)
+    key = ("packed", shape, qkv.get_device(), *options)
     for kind in KINDS.get(key, ()):
         if kind.guards.check(qkv):
             return kind
@@ -205,8 +212,7 @@ def _is_heard(dtype: torch.dtype) -> bool:
     Other modes and transforms change the dispatch keys, which guards see.
     """
     return (
-        torch.compiler.is_compiling()
-        or _len_torch_function_stack() > 0
+        _len_torch_function_stack() > 0
         or forward_ad._current_level >= 0
         or _profiler_enabled()
         or (
@@ -214,6 +220,11 @@ def _is_heard(dtype: torch.dtype) -> bool:
             and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is dtype)
         )
     )
+
+
+def is_deterministic(asked: bool | None) -> bool:
+    """Whether the same inputs must give the same bits; None is PyTorch's setting."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def plain_call(q: Tensor, *others: Tensor | None) -> bool:

@@ -25,7 +25,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from streamattn.dispatch import Backend, Masks, choose, unsupported_backward
-from streamattn.kinds import Kind, empty_strided_cuda, plain_call
+from streamattn.kinds import Kind, empty_strided_cuda, is_deterministic, plain_call
 
 OPTIONS = (
     "Tensor? attn_mask, Tensor? q_segments, Tensor? kv_segments, Tensor? kv_lengths, Tensor? seed, "
@@ -197,8 +197,7 @@ def run_backward(
     if chosen in (Backend.HOPPER, Backend.TRITON, Backend.WIDE):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if chosen is Backend.HOPPER:
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = is_deterministic(deterministic)
         if unsupported_backward(dout, q, deterministic) is None:
             from streamattn.kernels.hopper_backward import attention_backward
 
@@ -334,7 +333,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, dmask, dsinks = backward(
             dout, dlse, q, k, v, out, lse, attn_mask, *masks, *ctx.rest, mask_grad, sink_grad
         )
-        if kind is not None and backward is run_backward:
+        if backward is run_backward and kind is not None and kind.by_address is not None:
             _learn_backward(kind, ctx.rest[-1], (dout, q, k, v, out, lse), (dq, dk, dv))
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
         return None, dq, dk, dv, dmask, *(None,) * 4, dsinks, *(None,) * 7
@@ -344,8 +343,7 @@ def _learn_backward(
     kind: Kind, deterministic: bool | None, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]
 ) -> None:
     """Has the kind repeat the backward on dout, q, k, v, out and lse that has just made these gradients."""
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = is_deterministic(deterministic)
     launch = repeat_of_backward(kind, deterministic, tensors, None)
     if launch is None:
         return
@@ -367,13 +365,13 @@ def repeat_of_backward(
     """What repeats the backward of a kind by addresses alone, if a kernel served it that can; see there.
 
     Args:
-        kind: of the call.
+        kind: of the call, whose forward is repeated so.
         deterministic: whether the same inputs must give the same bits.
         tensors: dout, q, k, v, out and lse.
         grads: as `run_backward` took them.
     """
     dout, q = tensors[:2]
-    if kind.by_address is None or unsupported_backward(dout, q, deterministic) is not None:
+    if unsupported_backward(dout, q, deterministic) is not None:
         return None
     if len({id(x) for x in tensors}) < len(tensors):  # which guards refuse
         return None

@@ -25,7 +25,7 @@ from streamattn.functional import (
     resolve_window,
     rows_in_place,
 )
-from streamattn.kinds import Kind, empty_strided_cuda, kind_of_packed, plain_call
+from streamattn.kinds import Kind, empty_strided_cuda, is_deterministic, kind_of_packed, plain_call
 from streamattn.ops import (
     ONCE,
     OPTIONS,
@@ -123,7 +123,7 @@ class _Packed(torch.autograd.Function):
         if not torch.is_grad_enabled() and plain_call(dout, dlse, qkv, *masks):
             backward = _run_backward
         dqkv, dmask, dsinks = backward(dout, dlse, qkv, out, lse, *masks, *ctx.rest, mask_grad, sink_grad)
-        if kind is not None and backward is _run_backward:
+        if backward is _run_backward and kind is not None and kind.by_address is not None:
             _learn_backward(kind, ctx.rest[-1], dout, qkv, out, lse, dqkv)
         dmask, dsinks = dmask if mask_grad else None, dsinks if sink_grad else None
         return None, dqkv, None, dmask, *(None,) * 4, dsinks, *(None,) * 7
@@ -141,8 +141,7 @@ def _learn_backward(
     kind: Kind, deterministic: bool | None, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor
 ) -> None:
     """Has the kind repeat the backward that has just made dqkv."""
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = is_deterministic(deterministic)
     num_heads = out.shape[1]
     tensors = (dout, *unpacked(qkv, num_heads), out, lse)
     launch = repeat_of_backward(kind, deterministic, tensors, unpacked(dqkv, num_heads))

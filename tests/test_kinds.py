@@ -135,6 +135,10 @@ def test_a_kind_of_packed_calls():
     assert kinds.kind_of_packed(fake(*shape, strides=(64 * 8 * 64, 1, 64 * 64, 64)), 4, True) is None
     assert kinds.kind_of_packed(fake(*shape, device="cpu"), 4, True) is None
     assert kinds.kind_of_packed(fake(*shape[1:]), 4, True) is None
+    # q, k and v whose sizes and options are the same numbers in the same order
+    apart = {**decoding(q_len=64, scale=4.0, window_left=2), "q": fake(2, 64, 64, 64)}
+    assert kinds.kind_of_call(**apart) is not None
+    assert kinds.kind_of_packed(fake(2, 64, 64, 64), 4, 2.0, 0, 100, 0.0, "auto") is not None
     with autocast_of_a_gpu(torch.bfloat16):
         autocast = kinds.kind_of_packed(qkv, 4, True)
         assert autocast is not None
@@ -183,6 +187,28 @@ def test_the_backwards_of_a_kind_are_bounded(monkeypatch):
             kind.learn_backward(Backwards(), False, torch.zeros(size))
         known = [size for size in range(1, 6) if kind.repeat_backward(False, torch.zeros(size)) is not None]
     assert known == [3, 4, 5]
+
+
+def test_a_backward_that_refuses_is_not_learned_once_more():
+    """As others of its kind would be forgotten for copies of it."""
+    kind, tensors, other = kinds.Kind(None, True), torch.zeros(2, 3), torch.zeros(4)
+    refusals: list[Tensor] = []
+    with torch.no_grad():
+        kind.learn_backward(Backwards(), False, other)
+        for _ in range(2 * kinds._MAX_ALIKE):
+            assert kind.repeat_backward(False, tensors) is None
+            kind.learn_backward(refusals.append, False, tensors)
+        assert kind.repeat_backward(False, other) is not None
+    assert len(refusals) == 2 * kinds._MAX_ALIKE - 1
+
+
+def test_a_backward_is_not_repeated_while_compiling(monkeypatch):
+    kind, tensors = kinds.Kind(None, True), torch.zeros(3)
+    with torch.no_grad():
+        kind.learn_backward(Backwards(), False, tensors)
+        assert kind.repeat_backward(False, tensors) is not None
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert kind.repeat_backward(False, tensors) is None
 
 
 class FunctionMode(TorchFunctionMode):
