@@ -39,6 +39,7 @@ from streamattn.kernels.launch import (
     multiprocessor_count,
     padded,
     product_precision,
+    result_layouts,
     starts_early,
     strides,
     tile_for,
@@ -480,12 +481,10 @@ def repeat_attention_forward(
         Returns ``(out, lse)`` of q, k and v of another call; None where `attention_forward` must serve it.
     """
     batch, num_heads, q_len, _ = q.shape
-    head_dim, dtype, device = v.shape[3], q.dtype, q.get_device()
-    row = num_heads * head_dim
-    out_layout = (batch, num_heads, q_len, head_dim), (q_len * row, head_dim, row, 1)
-    lse_layout = (batch, num_heads, q_len), (num_heads * q_len, q_len, 1)
+    dtype, device = q.dtype, q.get_device()
+    out_layout, lse_layout = result_layouts(q, v.shape[3])
     most = most_splits(q, k.shape[1], tile_of(q, v, num_heads // k.shape[1]))
-    part = batch * num_heads * q_len * (head_dim + 2)
+    part = batch * num_heads * q_len * (v.shape[3] + 2)
 
     def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         if device != torch._C._cuda_getDevice():

@@ -27,6 +27,7 @@ from streamattn.kernels.launch import (
     launch_again,
     mask_pointers,
     product_precision,
+    result_layouts,
     rows_are_aligned,
     strides,
     tile_for,
@@ -321,11 +322,8 @@ def repeat_attention_forward(
     Returns:
         Returns ``(out, lse)`` of q, k and v of another call; None where `attention_forward` must serve it.
     """
-    batch, num_heads, q_len, _ = q.shape
-    head_dim, dtype, device = v.shape[3], q.dtype, q.get_device()
-    row = num_heads * head_dim
-    out_layout = (batch, num_heads, q_len, head_dim), (q_len * row, head_dim, row, 1)
-    lse_layout = (batch, num_heads, q_len), (num_heads * q_len, q_len, 1)
+    dtype, device = q.dtype, q.get_device()
+    out_layout, lse_layout = result_layouts(q, v.shape[3])
 
     def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         if device != torch._C._cuda_getDevice():
@@ -340,9 +338,9 @@ def repeat_attention_forward(
 
 
 def _kind_key(q: Tensor, k: Tensor, v: Tensor, kind: Hashable) -> tuple[Hashable, tuple[int, ...]]:
-    """Key and varying arguments of the launches of one kind, of any number of keys.
+    """Key and varying arguments of the launches of one kind.
 
-    The argument heads_per_group need not depend on that number for so few queries.
+    Only a kind of few queries is of any number of keys, and then heads_per_group need not depend on it.
     """
     k_strides, v_strides = k.stride(), v.stride()
     varying = (k.shape[2], k_strides[0], k_strides[1], v_strides[0], v_strides[1])

@@ -21,7 +21,7 @@ from streamattn.kernels.hopper_backward import (
 from streamattn.kernels.hopper_backward_warps import ROWS
 from streamattn.kernels.hopper_forward import hopper_fwd_kernel
 from streamattn.kernels.hopper_launch import counter_of
-from streamattn.kernels.launch import call_key, planned, start_plans
+from streamattn.kernels.launch import call_key, planned, result_layouts, start_plans
 from streamattn.kernels.tiles import HOPPER_BACKWARD_TILES
 from streamattn.pattern import open_sides
 
@@ -52,16 +52,13 @@ def repeat_attention_forward(
         Returns ``(out, lse)`` for q, k and v of the same layout at these addresses; None where
         `attention_forward` must serve them. None if nothing is planned.
     """
-    batch, num_heads, q_len, head_dim = q.shape
-    window_left, window_right = open_sides(q_len, k.shape[2], window_left, window_right)
+    window_left, window_right = open_sides(q.shape[2], k.shape[2], window_left, window_right)
     key = call_key((q, k, v, None, None, None), scale, window_left, window_right, softcap, dropout_p)
     dtype, device = q.dtype, q.get_device()
     plan = planned(hopper_fwd_kernel, key, device)
     if plan is None:
         return None
-    row = num_heads * head_dim
-    out_layout = (batch, num_heads, q_len, head_dim), (q_len * row, head_dim, row, 1)
-    lse_layout = (batch, num_heads, q_len), (num_heads * q_len, q_len, 1)
+    out_layout, lse_layout = result_layouts(q, q.shape[3])
     drawn = len(plan.pointers) == 6  # with a counter
 
     def again(q: int, k: int, v: int) -> tuple[Tensor, Tensor] | None:

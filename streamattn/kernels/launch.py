@@ -75,6 +75,16 @@ def heads_last(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty_strided((batch, heads, length, head_dim), (length * row, head_dim, row, 1))
 
 
+def result_layouts(q: Tensor, head_dim: int) -> tuple[Any, Any]:
+    """Sizes and strides: of out as `heads_last` makes it of q [B, Hq, Tq, D], and of lse [B, Hq, Tq]."""
+    batch, num_heads, q_len, _ = q.shape
+    row = num_heads * head_dim
+    return (
+        ((batch, num_heads, q_len, head_dim), (q_len * row, head_dim, row, 1)),
+        ((batch, num_heads, q_len), (num_heads * q_len, q_len, 1)),
+    )
+
+
 def heads_per_group(x: Tensor, window_right: int) -> int:
     """How many heads start side by side (see `primitives.schedule`).
 
