@@ -92,7 +92,10 @@ def run_forward(
     block_table: Tensor | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attention_forward`` by the backend that serves the call, which ``kind`` is told."""
+    """``attention_forward`` by the backend that serves the call, which ``kind`` is told.
+
+    It is told once: what could not repeat a call on another device than the current one can repeat the next.
+    """
     masks = Masks(attn_mask, q_segments, kv_segments, kv_lengths, sinks, block_table)
     chosen = choose(_BACKENDS[backend], q, k, v, masks, scale, window_left, softcap, dropout_p)
     forward = _implementation(chosen)
@@ -102,7 +105,7 @@ def run_forward(
     if chosen is Backend.HOPPER:
         if q_segments is None or kv_segments is None:
             made = forward(q, k, v, None, None, None, kv_lengths, seed, *options)
-            if kind is not None:
+            if kind is not None and kind.by_address is None:
                 from streamattn.kernels.hopper_repeat import repeat_attention_forward
 
                 by_address = kind.by_address = repeat_attention_forward(q, k, v, *options)
@@ -115,11 +118,11 @@ def run_forward(
         return forward(q, k, v, *spans, None, seed, *options)
     if kind is not None and chosen in (Backend.TRITON, Backend.DECODE):
         features = (None,) * 6
-        if chosen is Backend.DECODE:
+        if kind.again is None and chosen is Backend.DECODE:
             from streamattn.kernels import decode
 
             kind.again = decode.repeat_attention_forward(q, k, v, window_left, kind)
-        else:
+        elif kind.again is None:
             from streamattn.kernels.forward import repeat_attention_forward
 
             kind.again = repeat_attention_forward(q, v, kind)

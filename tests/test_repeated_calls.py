@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamattn import attention, functional, kinds, ops, packed
-from streamattn.dispatch import MIN_HOPPER_QUERIES
+from streamattn.dispatch import MIN_HOPPER_QUERIES, Backend
 from streamattn.packed import packed_attention, unpacked
 from streamattn.pattern import UNBOUNDED
 
@@ -159,3 +159,25 @@ def test_tensors_that_come_back_otherwise_are_no_longer_of_the_kind(memory, toge
     assert memory.backwards == 0
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [Backend.HOPPER, Backend.TRITON, Backend.DECODE])
+def test_a_kind_is_told_once_how_it_is_repeated(backend, monkeypatch):
+    """Also if it refuses, as on a GPU that isn't the current one: each call would pay for being told."""
+    where = {Backend.HOPPER: "hopper_repeat", Backend.TRITON: "forward", Backend.DECODE: "decode"}
+    kernels = pytest.importorskip(f"streamattn.kernels.{where[backend]}")
+    told: list[Tensor] = []
+
+    def repeat_attention_forward(q: Tensor, *others: Any) -> Callable[..., None]:
+        told.append(q)
+        return lambda *tensors: None
+
+    monkeypatch.setattr(kernels, "repeat_attention_forward", repeat_attention_forward)
+    monkeypatch.setattr(ops, "choose", lambda *call: backend)
+    monkeypatch.setattr(ops, "_implementation", lambda chosen: lambda q, k, v, *options: (q, q[..., 0]))
+    kind, x = kinds.Kind(None, False), torch.zeros(1, 1, T, D)
+    arguments: Any = (x, x, x, *(None,) * 6, *OPTIONS, "auto", None)
+    for _ in range(3):
+        ops.run_forward(*arguments, kind=kind)
+    assert kind.again is not None
+    assert len(told) == 1
