@@ -122,7 +122,8 @@ def run_forward(
             from streamattn.kernels import decode
 
             kind.again = decode.repeat_attention_forward(q, k, v, window_left, kind)
-        elif kind.again is None:
+        elif kind.again is None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+            # elsewhere it may be chosen for these addresses alone
             from streamattn.kernels.forward import repeat_attention_forward
 
             kind.again = repeat_attention_forward(q, v, kind)

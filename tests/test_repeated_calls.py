@@ -181,3 +181,17 @@ def test_a_kind_is_told_once_how_it_is_repeated(backend, monkeypatch):
         ops.run_forward(*arguments, kind=kind)
     assert kind.again is not None
     assert len(told) == 1
+
+
+def test_what_was_chosen_for_its_address_is_not_repeated(monkeypatch):
+    """The portable kernel serves what TMA can't copy; the next call of that kind may lie better."""
+    forward = pytest.importorskip("streamattn.kernels.forward")
+    monkeypatch.setattr(forward, "repeat_attention_forward", lambda *given: lambda *tensors: None)
+    monkeypatch.setattr(ops, "choose", lambda *call: Backend.TRITON)
+    monkeypatch.setattr(ops, "_implementation", lambda chosen: lambda q, k, v, *options: (q, q[..., 0]))
+    kind, store = kinds.Kind(None, False), torch.zeros(T * D + 1)
+    for start, told in ((1, False), (0, True)):
+        x = store[start : start + T * D].view(1, 1, T, D)
+        arguments: Any = (x, x, x, *(None,) * 6, *OPTIONS, "auto", None)
+        ops.run_forward(*arguments, kind=kind)
+        assert (kind.again is not None) == told
