@@ -204,7 +204,8 @@ def _segments_of_queries(segments: Tensor, q_len: int, lengths: Tensor | None, c
     """Of `segments` [B, Tk] the last [B, Tq] that hold tokens; without causality one segment sees all."""
     kv_len = segments.shape[1]
     if not causal:
-        return segments.new_zeros(1).expand(segments.shape[0], q_len)
+        # theirs, whichever it is: no segments were written where a single key is hidden from none
+        return segments[:, :1].expand(-1, q_len)
     if lengths is not None:
         places = torch.arange(q_len, device=segments.device) + (lengths - q_len)[:, None]
         return segments.gather(1, places.clamp(0, kv_len - 1))

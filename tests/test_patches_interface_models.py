@@ -100,6 +100,17 @@ def test_gradients(name: str) -> None:
         assert float((found[parameter] - gradient).abs().max() / scale) < TOLERANCE, parameter
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [name for name in families("pad") if name != "Whisper"])
+def test_a_single_token(name: str, masked: bool) -> None:
+    model, reference = pair(name)
+    arguments = {argument: x[:, :1] for argument, x in inputs(name)[0].items()}
+    if masked:
+        arguments["attention_mask"] = torch.ones(2, 1, dtype=torch.int64)
+    found, expected = patch_model(model)(**arguments).logits, reference(**arguments).logits
+    assert logits_error(found, expected, None) < TOLERANCE
+
+
 def parameter_gradients(model: Any, arguments: dict[str, Tensor], valid: Tensor | None) -> dict[str, Tensor]:
     """Gradients of a smooth function of the logits at valid positions."""
     logits = model(**arguments).logits

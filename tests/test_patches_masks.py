@@ -108,7 +108,14 @@ CASES = [
     Case(kind, queries, past, slots, padding, tensor)
     for kind, (queries, past, slots, tensor), padding in itertools.product(
         KINDS,
-        [(7, 0, None, False), (1, 6, None, False), (3, 4, None, False), (4, 0, 11, False), (3, 4, 11, True)],
+        [
+            (7, 0, None, False),
+            (1, 0, None, False),
+            (1, 6, None, False),
+            (3, 4, None, False),
+            (4, 0, 11, False),
+            (3, 4, 11, True),
+        ],
         ("none", "left", "right"),
     )
     if (slots is None and past == 0) or not ("documents" in kind or "full" in kind)
