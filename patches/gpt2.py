@@ -104,8 +104,9 @@ class StreamGPT2Attention(GPT2Attention):
         if crosses:
             q = self._heads(self._query_of_decoder(hidden_states))
             k, v = self._keys_of_encoder(encoder_states, cache)
-            if q.shape[0] > 1 == k.shape[0]:  # one encoded text for all
-                k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+            if q.shape[0] != k.shape[0] and 1 in (q.shape[0], k.shape[0]):  # one text for all of the other
+                batch = max(q.shape[0], k.shape[0])
+                q, k, v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
             mask = kwargs.get("encoder_attention_mask")
         else:
             fused = self._heads(self.c_attn(hidden_states))

@@ -89,7 +89,7 @@ def attention_function(
 
     Args:
         module: the layer.
-        query: [B, Hq, Tq, D]; a batch of 1 stands for any.
+        query: [B, Hq, Tq, D]; a batch of 1 stands for any, of key and value too.
         key: [B, Hkv, Tk, D].
         value: [B, Hkv, Tk, Dv].
         attention_mask: None, compact, 2-D over keys, or 4-D and then complete: bool (True = visible) or
@@ -116,7 +116,9 @@ def attention_function(
                 raise ValueError(f"{type(module).__name__} passed {name}: {reason}")
     queries, _, q_len, _ = query.shape
     batch, _, kv_len, _ = key.shape
-    if queries != batch:
+    if queries > 1 == batch:  # one encoded text for all
+        key, value = key.expand(queries, -1, -1, -1), value.expand(queries, -1, -1, -1)
+    elif queries != batch:
         query = query.expand(batch, -1, -1, -1)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     cu_seqlens = kwargs.get("cu_seq_lens_q")

@@ -174,11 +174,17 @@ def test_cross_attention_generates_what_eager_does() -> None:
     assert torch.equal(*found)
 
 
-def test_one_encoded_text_serves_a_whole_batch() -> None:
+@pytest.mark.parametrize(("rows", "texts"), [(3, 1), (1, 3)])
+@pytest.mark.parametrize("length", [1, 7])
+def test_one_text_serves_a_whole_batch_of_the_other(rows: int, texts: int, length: int) -> None:
     patched, reference = patched_pair("gpt2", add_cross_attention=True)
-    ids, text = tokens(3, 6), torch.randn(1, 7, patched.config.n_embd)
-    a, b = (model(ids, encoder_hidden_states=text).logits for model in (patched, reference))
-    assert error_where(None, a, b) < TOLERANCE
+    ids, text = tokens(rows, 6), torch.randn(texts, length, patched.config.n_embd)
+    for mask in (None, torch.ones(texts, length, dtype=torch.long)):
+        a, b = (
+            model(ids, encoder_hidden_states=text, encoder_attention_mask=mask).logits
+            for model in (patched, reference)
+        )
+        assert error_where(None, a, b) < TOLERANCE
 
 
 @needs_cache_objects

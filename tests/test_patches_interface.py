@@ -522,6 +522,11 @@ def test_learned_queries_without_a_batch() -> None:
     assert torch.equal(found, attention(Q[:1].expand(2, -1, -1, -1), K, V).transpose(1, 2))
 
 
+def test_one_encoded_text_for_a_whole_batch() -> None:
+    found, _ = attention_function(Layer(causal=False), Q, K[:1], V[:1], None)
+    assert torch.equal(found, attention(Q, *(x[:1].expand(2, -1, -1, -1) for x in (K, V))).transpose(1, 2))
+
+
 @pytest.mark.parametrize("argument", ["s_aux", "sinks"])
 def test_sinks_by_either_name(argument: str) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
