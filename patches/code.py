@@ -28,7 +28,7 @@ from patches.registry import INTERFACE, REPLACEMENTS, path_of
 _MASK_NAMES = ("attention_mask", "mask")
 """What layers call the mask that they are given."""
 
-_GIVEN = frozenset({"attention_mask", "causal_mask", "encoder_attention_mask"})
+_GIVEN = frozenset({"attention_mask", "causal_mask", "encoder_attention_mask", "padding_mask"})
 """What modules call it that aren't attention layers: their `mask` is over tokens or pixels."""
 
 _OF_MAPPINGS = frozenset({"get", "items", "keys", "values"})

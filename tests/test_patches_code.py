@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 import sys
 from collections.abc import Callable
@@ -53,6 +54,34 @@ def pooled(model: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         out = model(pixel_values=pixels, pixel_attention_mask=mask, spatial_shapes=shapes)
     return out.last_hidden_state * mask[..., None], out.pooler_output
+
+
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_router_that_reads_the_mask_of_its_layer(length: int, masked: bool) -> None:
+    """NLLB-MoE's leaves padding out by it, and calls it a padding mask."""
+    options: dict[str, Any] = {"vocab_size": 61, "d_model": 48, "num_experts": 2, "dropout": 0.0}
+    for side in ("encoder", "decoder"):
+        options |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+        options |= {f"{side}_sparse_step": 2, f"{side}_layerdrop": 0.0}
+    config = transformers.NllbMoeConfig(**options)
+    reference = transformers.NllbMoeForConditionalGeneration._from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+    model = copy.deepcopy(reference.eval())
+    if not any(map(uses_interface, model.modules())):
+        pytest.skip("this release's layers don't use transformers' attention interface")
+    mask = None
+    if masked:
+        mask = torch.ones(3, length, dtype=torch.int64)
+        mask[1, : length // 2] = 0
+    ids = {"input_ids": tokens(3, length), "decoder_input_ids": tokens(3, 5, 1), "attention_mask": mask}
+    with torch.no_grad():
+        found, expected = patch_model(model)(**ids).logits, reference(**ids).logits
+    assert float((found - expected).abs().max()) < TOLERANCE
 
 
 WAYS: dict[str, Callable[[], Any]] = {
