@@ -313,26 +313,23 @@ def attend(
     if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
     shared = parallel.shared()
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "scale": scale,
+        "sinks": sinks,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+    }
     if mask is filled is cu_seqlens is position_bias is packed is shared is None and not need_weights:
         # most tokens are decoded so, one by one, and the host's time for each layer counts
-        out = attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_size=window_size,
-            scale=scale,
-            sinks=sinks,
-            softcap=softcap,
-            dropout_p=dropout_p,
-        )
-        return out, None
+        return attention(q, k, v, **options), None
     batch, _, q_len, _ = q.shape
     if shared is not None:
         hidden = mask is not None
         if compact.is_compact(mask):
             seen = compact.read(mask, batch, q_len, k.shape[2])
-            causal = compact.is_causal(mask)
+            options["causal"] = compact.is_causal(mask)
             hidden = seen.segment_ids is not None or seen.kv_lengths is not None
         _refuse_for_shards(
             {
@@ -343,19 +340,7 @@ def attend(
                 "a bias by position": position_bias is not None,
             }
         )
-        out = parallel.attention(
-            q,
-            k,
-            v,
-            **shared._asdict(),
-            causal=causal,
-            window_size=window_size,
-            scale=scale,
-            sinks=sinks,
-            softcap=softcap,
-            dropout_p=dropout_p,
-        )
-        return out, None
+        return parallel.attention(q, k, v, **shared._asdict(), **options), None
     kv_lengths = None
     if isinstance(filled, int):
         k, v = k[:, :, :filled], v[:, :, :filled]
@@ -364,7 +349,7 @@ def attend(
     segment_ids = None
     if compact.is_compact(mask):
         seen = compact.read(mask, batch, q_len, k.shape[2])
-        causal, segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
+        options["causal"], segment_ids, mask = compact.is_causal(mask), seen.segment_ids, None
         if seen.kv_lengths is not None and not isinstance(filled, int):  # which cut the keys already
             kv_lengths = seen.kv_lengths
     elif compact.may_come_of_one(mask, q.shape[1]):
@@ -380,17 +365,7 @@ def attend(
             torch.where(ids < 0, ids, ids * cu_seqlens.numel() + documents)
             for ids in segment_ids or (torch.zeros_like(documents),) * 2
         )
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window_size": window_size,
-        "scale": scale,
-        "attn_mask": attn_mask,
-        "segment_ids": segment_ids,
-        "kv_lengths": kv_lengths,
-        "sinks": sinks,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-    }
+    options |= {"attn_mask": attn_mask, "segment_ids": segment_ids, "kv_lengths": kv_lengths}
     if packed is not None and packed.requires_grad and not need_weights:
         return packed_attention(packed, num_kv_heads=k.shape[1], **options)[0], None
     if not need_weights:
@@ -412,7 +387,7 @@ def attend(
         k,
         lse,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
-        window=resolve_window(window_size, causal),
+        window=resolve_window(window_size, options["causal"]),
         attn_mask=attn_mask,
         kv_lengths=kv_lengths,
         softcap=softcap,

@@ -221,3 +221,18 @@ def test_a_layer_of_another_model_raises_in_a_graph() -> None:
     assert torch.allclose(layer(q, made()), Layer()(q, made()), atol=1e-5)
     with pytest.raises(RuntimeError, match="something changed this one"):
         layer(q, shown(made()))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_weights_are_of_the_causality_that_the_mask_says(causal):
+    """Whatever the layer says: the mask goes before, for the output and for the weights."""
+    q, k, v = torch.randn(3, 2, 2, 5, 16)
+    mask = compact.write(None, 5, causal=causal, windowed=False, device=None)
+    out, weights = hf.attend(q, k, v, causal=not causal, mask=mask, scale=None, need_weights=True)
+    assert weights is not None
+    scores = q @ k.transpose(2, 3) / 4.0
+    if causal:
+        scores = scores.masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf"))
+    want = scores.softmax(3)
+    torch.testing.assert_close(weights, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, want @ v, rtol=1e-4, atol=1e-5)
